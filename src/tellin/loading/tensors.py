@@ -1,0 +1,138 @@
+"""Weights as they lie in a file: names, shapes, storage types, bytes. Nothing is converted here.
+
+`QuantType` numbers are GGUF's tensor type numbers (source: GGUF specification, ggml type enumeration).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+class QuantType(enum.IntEnum):
+    """Storage type of a tensor; values are GGUF's."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    BF16 = 30
+
+    @property
+    def block_size(self) -> int:
+        """Elements per block."""
+        return BLOCK_SIZES[self][0]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per block."""
+        return BLOCK_SIZES[self][1]
+
+
+BLOCK_SIZES: Mapping[QuantType, tuple[int, int]] = {
+    QuantType.F32: (1, 4),
+    QuantType.F16: (1, 2),
+    QuantType.BF16: (1, 2),
+    QuantType.Q4_0: (32, 18),
+    QuantType.Q4_1: (32, 20),
+    QuantType.Q5_0: (32, 22),
+    QuantType.Q5_1: (32, 24),
+    QuantType.Q8_0: (32, 34),
+    QuantType.Q2_K: (256, 84),
+    QuantType.Q3_K: (256, 110),
+    QuantType.Q4_K: (256, 144),
+    QuantType.Q5_K: (256, 176),
+    QuantType.Q6_K: (256, 210),
+}
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor inside a memory-mapped file.
+
+    ``shape`` is row-major, as in PyTorch: a linear layer's weight is ``(out_features, in_features)``.
+    ``data`` is a read-only uint8 view ``[num_bytes]`` of the map; rows are contiguous, each a whole number
+    of blocks of ``quant_type``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    quant_type: QuantType
+    data: npt.NDArray[np.uint8]
+
+    @property
+    def num_elements(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary embedding scaling. ``kind``: none, linear, llama3, yarn or longrope (``factors`` given)."""
+
+    kind: str = "none"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    factors: tuple[float, ...] | None = None
+    """Per-frequency divisors shipped with the model (GGUF ``rope_freqs``, longrope)."""
+
+
+@dataclass(frozen=True)
+class ModelHParams:
+    """An architecture's dimensions, whatever file format they came from (names: Hugging Face configs)."""
+
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    """silu, gelu, gelu_tanh or relu."""
+    rope_theta: float = 10000.0
+    rope_local_theta: float | None = None
+    """Base of sliding-window layers where it differs (Gemma 3)."""
+    rope_dim: int | None = None
+    """Rotated dimensions of a head; None = all."""
+    rope_interleaved: bool = False
+    """True: pairs are (2i, 2i+1) (GGUF llama weights); False: (i, i + rope_dim/2)."""
+    rope_scaling: RopeScaling = RopeScaling()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    attention_scale: float | None = None
+    """Multiplier of q·k; None = head_dim ** -0.5."""
+    embedding_scale: float = 1.0
+    sliding_window: int | None = None
+    sliding_window_pattern: int | None = None
+    """Every n-th layer is global, the others use the window; None = all alike."""
+    norm_weight_offset: float = 0.0
+    """Added to every RMSNorm weight (Gemma safetensors: 1; GGUF has it folded in: 0)."""
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    extra: Mapping[str, object] | None = None

@@ -1,0 +1,256 @@
+"""The plan: what a model computes, as a flat list of operations over numbered buffers.
+
+A model file records a plan once, at load time (`PlanBuilder`); a backend runs it for every step. A plan is
+polymorphic in the number of rows: a buffer has a fixed width and either one row per scheduled token
+(`Rows.TOKENS`) or one row per position whose logits are wanted (`Rows.LOGITS`). All values are float32
+`[num_rows, width]`, row-major; an operation may read and write the same buffer only where it says so.
+
+Every operation treats each row by itself, except `Attention`, which reads the request's own KV cache. So a
+row's result cannot depend on what else is in the step.
+
+The module knows no kernels and no files: weights are `TensorRef`s, passed on untouched.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from tellin.loading.tensors import TensorRef
+
+
+class Rows(enum.Enum):
+    """What a buffer has one row for."""
+
+    TOKENS = "tokens"
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A numbered activation buffer, float32 ``[num_rows, width]``."""
+
+    id: int
+    width: int
+    rows: Rows
+    name: str
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """Rotary embedding of one kind of layer.
+
+    ``inv_freq`` holds rope_dim / 2 angular frequencies (radians per position), scaling applied;
+    ``attention_factor`` multiplies sine and cosine (1 for most models, yarn and longrope differ).
+    """
+
+    inv_freq: tuple[float, ...]
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class KVCacheLayer:
+    """Shape of one attention layer's cache."""
+
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class Op:
+    """Base of all operations."""
+
+
+@dataclass(frozen=True)
+class Embed(Op):
+    """``out[t] = weight[token_ids[t]] * scale``; weight ``(vocab_size, width)``."""
+
+    weight: TensorRef
+    out: Buffer
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class RmsNorm(Op):
+    """``out = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`` (Zhang & Sennrich 2019, eq. 4).
+
+    With ``group`` set the row is split into groups of that many values which share the weight
+    ``(group,)`` (per-head q/k norm). ``out`` may be ``x``.
+    """
+
+    x: Buffer
+    weight: TensorRef
+    out: Buffer
+    eps: float
+    weight_offset: float = 0.0
+    group: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerNorm(Op):
+    """``out = (x - mean) / sqrt(var + eps) * weight + bias``. ``out`` may be ``x``."""
+
+    x: Buffer
+    weight: TensorRef
+    bias: TensorRef | None
+    out: Buffer
+    eps: float
+
+
+@dataclass(frozen=True)
+class Linear(Op):
+    """``out = x @ weight.T + bias``, plus ``residual`` if given. ``out`` may be ``residual``, never ``x``.
+
+    weight ``(out.width, x.width)``, bias ``(out.width,)``.
+    """
+
+    x: Buffer
+    weight: TensorRef
+    bias: TensorRef | None
+    out: Buffer
+    residual: Buffer | None = None
+
+
+@dataclass(frozen=True)
+class MultiLinear(Op):
+    """Several linear layers of the same input (made by the fusion pass: q/k/v).
+
+    ``parts[i] = (weight, bias, out)``, each as in `Linear` without residual.
+    """
+
+    x: Buffer
+    parts: tuple[tuple[TensorRef, TensorRef | None, Buffer], ...]
+
+
+@dataclass(frozen=True)
+class GatedLinear(Op):
+    """``out = act(x @ gate.T) * (x @ up.T)`` (made by the fusion pass from two linears and `ActMul`)."""
+
+    x: Buffer
+    gate: TensorRef
+    up: TensorRef
+    gate_bias: TensorRef | None
+    up_bias: TensorRef | None
+    out: Buffer
+    act: str
+
+
+@dataclass(frozen=True)
+class Rope(Op):
+    """Rotate each head of ``x`` ``[num_tokens, num_heads * head_dim]`` in place by its token's position.
+
+    Pair (a, b) of frequency i becomes (a cos - b sin, a sin + b cos) with angle position * inv_freq[i].
+    ``interleaved``: pairs are (2i, 2i+1), else (i, i + rope_dim/2); rope_dim = 2 * len(inv_freq), further
+    dimensions pass unchanged. Source: Su et al. 2021 (RoFormer), eq. 34.
+    """
+
+    x: Buffer
+    table: RotaryTable
+    num_heads: int
+    head_dim: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class Attention(Op):
+    """Write k and v of this step into the paged cache of ``layer``, then attend causally.
+
+    ``q``/``out`` ``[num_tokens, num_heads * head_dim]``, ``k``/``v`` ``[num_tokens, num_kv_heads * head_dim]``. A query at position p
+    sees positions ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query
+    head h uses kv head ``h // (num_heads / num_kv_heads)``. ``softcap`` c: scores become c * tanh(s / c).
+    ``causal=False``: every query sees the whole request, which must be scheduled in one step; the
+    cache is not read.
+    """
+
+    q: Buffer
+    k: Buffer
+    v: Buffer
+    out: Buffer
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    softcap: float | None = None
+    causal: bool = True
+
+
+@dataclass(frozen=True)
+class ActMul(Op):
+    """``out = act(gate) * up``. ``out`` may be either input. act: silu, gelu, gelu_tanh, relu."""
+
+    gate: Buffer
+    up: Buffer
+    out: Buffer
+    act: str
+
+
+@dataclass(frozen=True)
+class Activation(Op):
+    """``out = act(x)``. ``out`` may be ``x``."""
+
+    x: Buffer
+    out: Buffer
+    act: str
+
+
+@dataclass(frozen=True)
+class Add(Op):
+    """``out = x + y``. ``out`` may be either input."""
+
+    x: Buffer
+    y: Buffer
+    out: Buffer
+
+
+@dataclass(frozen=True)
+class AddPositionEmbedding(Op):
+    """``x[t] += weight[positions[t]]``; weight ``(max_positions, width)`` (learned absolute positions)."""
+
+    x: Buffer
+    weight: TensorRef
+
+
+@dataclass(frozen=True)
+class GatherRows(Op):
+    """``out[i] = x[logits_indices[i]]``: from token rows to logit rows."""
+
+    x: Buffer
+    out: Buffer
+
+
+@dataclass(frozen=True)
+class Scale(Op):
+    """``x *= factor`` in place."""
+
+    x: Buffer
+    factor: float
+
+
+@dataclass(frozen=True)
+class Softcap(Op):
+    """``x = cap * tanh(x / cap)`` in place."""
+
+    x: Buffer
+    cap: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recorded model.
+
+    ``output`` is the logits buffer ``[num_logits, vocab_size]`` of a generator, or the hidden states ``[num_tokens, hidden_size]`` of
+    an encoder (then ``hidden`` is the same buffer). ``hidden`` is the buffer of final hidden states
+    (after the last norm) that pooling reads, if it exists as such.
+    """
+
+    architecture: str
+    ops: tuple[Op, ...]
+    buffers: tuple[Buffer, ...]
+    kv_layers: tuple[KVCacheLayer, ...]
+    output: Buffer
+    vocab_size: int
+    hidden_size: int
+    hidden: Buffer | None = None
