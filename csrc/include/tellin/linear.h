@@ -1,0 +1,68 @@
+// Linear layers over packed weights: the border between the plan executor and the matrix kernels.
+//
+// A weight matrix [n, k] (n output features, k input features) is packed once, in groups of kGroupRows output
+// rows, losslessly in value. A kernel call computes a rectangle of the output: tokens [m0, m1) x groups [g0, g1).
+// Kernels do not allocate, do not throw and know no threads. The value of an output element is one fixed
+// sequence of floating-point operations over k: it does not depend on the rectangle it was computed in.
+//
+// PODs only (see quant_types.h): included by every instruction-set unit.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "tellin/quant_types.h"
+
+namespace tellin {
+
+constexpr int64_t kGroupRows = 16;   // output rows interleaved in a packed group
+constexpr int64_t kActBlock = 32;    // input features that share one activation scale
+constexpr int64_t kActSubBlock = 16; // input features per partial sum of quantised activations
+
+// Arithmetic of a layer: int8 activations (one scale per kActBlock), or float32 activations.
+enum class ActPrecision : int32_t { kInt8 = 0, kFloat32 = 1 };
+
+struct PackedMatrix {
+  QuantType source;        // storage type the values came from
+  int32_t layout;          // id of the packed layout (owned by the kernels)
+  int64_t n, k;            // logical sizes; groups are padded with zero rows to a multiple of kGroupRows
+  int64_t num_groups;      // ceil(n / kGroupRows)
+  size_t group_bytes;      // bytes of one group; groups are contiguous
+  const uint8_t* data;     // [num_groups * group_bytes], 64-byte aligned
+};
+
+// Rows of int8 activations. Strides are in elements. Padded columns (k to padded_k) hold zeros.
+struct QuantizedRows {
+  int8_t* values;          // [rows, padded_k]
+  float* scales;           // [rows, padded_k / kActBlock]
+  int32_t* sums;           // [rows, padded_k / kActSubBlock] sums of the int8 values
+  int64_t padded_k;        // k rounded up to a multiple of 256
+};
+
+struct LinearKernels {
+  const char* isa;
+
+  // Whether the layout for this type and precision exists; packed_group_bytes is 0 if it does not.
+  size_t (*packed_group_bytes)(QuantType type, int64_t k, ActPrecision precision);
+  // Packs groups [g0, g1) of the row-major file tensor `src` ([n, k], rows contiguous) to dst + g * group_bytes.
+  void (*pack_groups)(QuantType type, ActPrecision precision, const uint8_t* src, int64_t n, int64_t k, int64_t g0,
+                      int64_t g1, uint8_t* dst);
+  // Layout id for PackedMatrix::layout.
+  int32_t (*layout_id)(QuantType type, ActPrecision precision);
+
+  // Quantises one float32 row [k] into row `row` of `out`.
+  void (*quantize_row)(const float* x, int64_t k, int64_t row, const QuantizedRows& out);
+
+  // out[m * ldo + n] = sum over k, for m in [m0, m1) and n in the groups [g0, g1) (only n < w.n is written).
+  void (*linear_int8)(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
+                      float* out, int64_t ldo);
+  void (*linear_f32)(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0,
+                     int64_t g1, float* out, int64_t ldo);
+
+  // Dequantises row `row` of the unpacked file tensor (embedding lookup) to float32 [k].
+  void (*dequantize_row)(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
+};
+
+// Table of the best variant this machine runs, or of the one named (nullptr if it is unknown or cannot run).
+const LinearKernels* linear_kernels(const char* isa);
+
+}  // namespace tellin
