@@ -1,0 +1,1 @@
+"""Tests, one folder per layer; helpers are imported as ``tests.<area>.<module>``."""
