@@ -58,9 +58,9 @@ BLOCK_SIZES: Mapping[QuantType, tuple[int, int]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TensorRef:
-    """A tensor inside a memory-mapped file.
+    """A tensor inside a memory-mapped file; compared and hashed by identity.
 
     ``shape`` is row-major, as in PyTorch: a linear layer's weight is ``(out_features, in_features)``.
     ``data`` is a read-only uint8 view ``[num_bytes]`` of the map; rows are contiguous, each a whole number
@@ -93,7 +93,9 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     factors: tuple[float, ...] | None = None
-    """Per-frequency divisors shipped with the model (GGUF ``rope_freqs``, longrope)."""
+    """Per-frequency divisors shipped with the model (GGUF ``rope_freqs``; longrope: the short ones)."""
+    long_factors: tuple[float, ...] | None = None
+    """longrope only: divisors used when the context exceeds ``original_max_position_embeddings``."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 A model file records a plan once, at load time (`PlanBuilder`); a backend runs it for every step. A plan is
 polymorphic in the number of rows: a buffer has a fixed width and either one row per scheduled token
 (`Rows.TOKENS`) or one row per position whose logits are wanted (`Rows.LOGITS`). All values are float32
-`[num_rows, width]`, row-major; an operation may read and write the same buffer only where it says so.
+`[num_rows, width]`, row-major; an operation may read and write the same buffer only where it says so. All
+buffers of one operation have the same kind of rows, except `GatherRows`; any operation whose values do not
+depend on a position may run on logit rows (the fusion passes move work there).
 
 Every operation treats each row by itself, except `Attention`, which reads the request's own KV cache. So a
 row's result cannot depend on what else is in the step.
@@ -14,7 +16,8 @@ The module knows no kernels and no files: weights are `TensorRef`s, passed on un
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 from tellin.loading.tensors import TensorRef
 
@@ -59,7 +62,33 @@ class KVCacheLayer:
 
 @dataclass(frozen=True)
 class Op:
-    """Base of all operations."""
+    """Base of all operations.
+
+    Fields of type `Buffer` are operands: ``out`` is written, every other one is read; an operation without
+    ``out`` changes ``x`` in place (it reads and writes it).
+    """
+
+    @property
+    def reads(self) -> tuple[Buffer, ...]:
+        """Buffers whose previous contents the operation uses."""
+        return tuple(value for name, value in self._operands() if name != "out")
+
+    @property
+    def writes(self) -> tuple[Buffer, ...]:
+        """Buffers the operation fills."""
+        outs = tuple(value for name, value in self._operands() if name == "out")
+        return outs or tuple(value for name, value in self._operands() if name == "x")
+
+    @property
+    def weights(self) -> tuple[TensorRef, ...]:
+        """Weights the operation uses, in field order."""
+        return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), TensorRef))
+
+    def _operands(self) -> Iterator[tuple[str, Buffer]]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Buffer):
+                yield field.name, value
 
 
 @dataclass(frozen=True)
@@ -122,6 +151,14 @@ class MultiLinear(Op):
     x: Buffer
     parts: tuple[tuple[TensorRef, TensorRef | None, Buffer], ...]
 
+    @property
+    def writes(self) -> tuple[Buffer, ...]:
+        return tuple(out for _, _, out in self.parts)
+
+    @property
+    def weights(self) -> tuple[TensorRef, ...]:
+        return tuple(t for weight, bias, _ in self.parts for t in (weight, bias) if t is not None)
+
 
 @dataclass(frozen=True)
 class GatedLinear(Op):
@@ -160,7 +197,7 @@ class Attention(Op):
     sees positions ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query
     head h uses kv head ``h // (num_heads / num_kv_heads)``. ``softcap`` c: scores become c * tanh(s / c).
     ``causal=False``: every query sees the whole request, which must be scheduled in one step; the
-    cache is not read.
+    cache is neither written nor read, and ``layer`` is -1.
     """
 
     q: Buffer
@@ -206,6 +243,14 @@ class Add(Op):
 
 
 @dataclass(frozen=True)
+class AddBias(Op):
+    """``x += bias`` in place, the same vector for every row; bias ``(width,)``."""
+
+    x: Buffer
+    bias: TensorRef
+
+
+@dataclass(frozen=True)
 class AddPositionEmbedding(Op):
     """``x[t] += weight[positions[t]]``; weight ``(max_positions, width)`` (learned absolute positions)."""
 
@@ -243,7 +288,8 @@ class Plan:
 
     ``output`` is the logits buffer ``[num_logits, vocab_size]`` of a generator, or the hidden states ``[num_tokens, hidden_size]`` of
     an encoder (then ``hidden`` is the same buffer). ``hidden`` is the buffer of final hidden states
-    (after the last norm) that pooling reads, if it exists as such.
+    (after the last norm) that pooling reads: in a generator it has logit rows, so a pooler asks for the
+    rows it needs through ``logits_indices``. ``buffers[i].id == i``; several operations may write one buffer.
     """
 
     architecture: str
