@@ -1,14 +1,15 @@
 """The plan: what a model computes, as a flat list of operations over numbered buffers.
 
-A model file records a plan once, at load time (`PlanBuilder`); a backend runs it for every step. A plan is
-polymorphic in the number of rows: a buffer has a fixed width and either one row per scheduled token
-(`Rows.TOKENS`) or one row per position whose logits are wanted (`Rows.LOGITS`). All values are float32
-`[num_rows, width]`, row-major; an operation may read and write the same buffer only where it says so. All
-buffers of one operation have the same kind of rows, except `GatherRows`; any operation whose values do not
-depend on a position may run on logit rows (the fusion passes move work there).
+A model file records a plan once, at load time (`PlanBuilder`); a backend runs it for every step. A
+plan is polymorphic in the number of rows: a buffer has a fixed width and either one row per
+scheduled token (`Rows.TOKENS`) or one row per position whose logits are wanted (`Rows.LOGITS`). All
+values are float32 `[num_rows, width]`, row-major; an operation may read and write the same buffer
+only where it says so. All buffers of one operation have the same kind of rows, except `GatherRows`;
+any operation whose values do not depend on a position may run on logit rows (the fusion passes move
+work there).
 
-Every operation treats each row by itself, except `Attention`, which reads the request's own KV cache. So a
-row's result cannot depend on what else is in the step.
+Every operation treats each row by itself, except `Attention`, which reads the request's own KV
+cache. So a row's result cannot depend on what else is in the step.
 
 The module knows no kernels and no files: weights are `TensorRef`s, passed on untouched.
 """
@@ -64,8 +65,8 @@ class KVCacheLayer:
 class Op:
     """Base of all operations.
 
-    Fields of type `Buffer` are operands: ``out`` is written, every other one is read; an operation without
-    ``out`` changes ``x`` in place (it reads and writes it).
+    Fields of type `Buffer` are operands: ``out`` is written, every other one is read; an operation
+    without ``out`` changes ``x`` in place (it reads and writes it).
     """
 
     @property
@@ -102,9 +103,9 @@ class Embed(Op):
 
 @dataclass(frozen=True)
 class RmsNorm(Op):
-    """``out = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)`` (Zhang & Sennrich 2019, eq. 4).
+    """``out = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``.
 
-    With ``group`` set the row is split into groups of that many values which share the weight
+    Source: Zhang & Sennrich 2019, eq. 4. With ``group`` set the row is split into groups of that many values which share the weight
     ``(group,)`` (per-head q/k norm). ``out`` may be ``x``.
     """
 
@@ -129,7 +130,7 @@ class LayerNorm(Op):
 
 @dataclass(frozen=True)
 class Linear(Op):
-    """``out = x @ weight.T + bias``, plus ``residual`` if given. ``out`` may be ``residual``, never ``x``.
+    """``out = (x @ weight.T + bias) + residual``, each if given; ``out`` may be ``residual`` only.
 
     weight ``(out.width, x.width)``, bias ``(out.width,)``.
     """
@@ -162,7 +163,10 @@ class MultiLinear(Op):
 
 @dataclass(frozen=True)
 class GatedLinear(Op):
-    """``out = act(x @ gate.T) * (x @ up.T)`` (made by the fusion pass from two linears and `ActMul`)."""
+    """``out = act(x @ gate.T + gate_bias) * (x @ up.T + up_bias)``.
+
+    Made by the fusion pass from two linear layers of the same input and `ActMul`.
+    """
 
     x: Buffer
     gate: TensorRef
@@ -175,11 +179,12 @@ class GatedLinear(Op):
 
 @dataclass(frozen=True)
 class Rope(Op):
-    """Rotate each head of ``x`` ``[num_tokens, num_heads * head_dim]`` in place by its token's position.
+    """Rotate each head of ``x`` in place by its token's position.
 
-    Pair (a, b) of frequency i becomes (a cos - b sin, a sin + b cos) with angle position * inv_freq[i].
-    ``interleaved``: pairs are (2i, 2i+1), else (i, i + rope_dim/2); rope_dim = 2 * len(inv_freq), further
-    dimensions pass unchanged. Source: Su et al. 2021 (RoFormer), eq. 34.
+    ``x`` ``[num_tokens, num_heads * head_dim]``. Pair (a, b) of frequency i becomes
+    (a cos - b sin, a sin + b cos), angle = position * inv_freq[i]. ``interleaved``: pairs are
+    (2i, 2i+1), else (i, i + rope_dim/2); rope_dim = 2 len(inv_freq), dimensions past it pass
+    unchanged. Source: Su et al. 2021 (RoFormer), eq. 34.
     """
 
     x: Buffer
@@ -193,11 +198,12 @@ class Rope(Op):
 class Attention(Op):
     """Write k and v of this step into the paged cache of ``layer``, then attend causally.
 
-    ``q``/``out`` ``[num_tokens, num_heads * head_dim]``, ``k``/``v`` ``[num_tokens, num_kv_heads * head_dim]``. A query at position p
-    sees positions ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query
-    head h uses kv head ``h // (num_heads / num_kv_heads)``. ``softcap`` c: scores become c * tanh(s / c).
-    ``causal=False``: every query sees the whole request, which must be scheduled in one step; the
-    cache is neither written nor read, and ``layer`` is -1.
+    ``q``, ``out`` ``[num_tokens, num_heads * head_dim]``; ``k``, ``v``
+    ``[num_tokens, num_kv_heads * head_dim]``. A query at position p sees positions
+    ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query head h uses
+    kv head ``h // (num_heads / num_kv_heads)``. Scores are q.k * scale; with ``softcap`` c they
+    become c * tanh(score / c). ``causal=False``: every query sees the whole request, which must be
+    scheduled in one step; the cache is neither written nor read, and ``layer`` is -1.
     """
 
     q: Buffer
@@ -252,7 +258,7 @@ class AddBias(Op):
 
 @dataclass(frozen=True)
 class AddPositionEmbedding(Op):
-    """``x[t] += weight[positions[t]]``; weight ``(max_positions, width)`` (learned absolute positions)."""
+    """``x[t] += weight[positions[t]]`` in place: learned positions, ``(max_positions, width)``."""
 
     x: Buffer
     weight: TensorRef
@@ -286,10 +292,11 @@ class Softcap(Op):
 class Plan:
     """A recorded model.
 
-    ``output`` is the logits buffer ``[num_logits, vocab_size]`` of a generator, or the hidden states ``[num_tokens, hidden_size]`` of
-    an encoder (then ``hidden`` is the same buffer). ``hidden`` is the buffer of final hidden states
-    (after the last norm) that pooling reads: in a generator it has logit rows, so a pooler asks for the
-    rows it needs through ``logits_indices``. ``buffers[i].id == i``; several operations may write one buffer.
+    ``output`` is the logits buffer ``[num_logits, vocab_size]`` of a generator, or the hidden
+    states ``[num_tokens, hidden_size]`` of an encoder (then ``hidden`` is the same buffer).
+    ``hidden`` is the buffer of final hidden states (after the last norm) that pooling reads: in a
+    generator it has logit rows, so a pooler asks for the rows it needs through ``logits_indices``.
+    ``buffers[i].id == i``; several operations may write one buffer.
     """
 
     architecture: str
