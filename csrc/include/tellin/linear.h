@@ -14,45 +14,52 @@
 
 namespace tellin {
 
-constexpr int64_t kGroupRows = 16;   // output rows interleaved in a packed group
-constexpr int64_t kActBlock = 32;    // input features that share one activation scale
-constexpr int64_t kActSubBlock = 16; // input features per partial sum of quantised activations
+constexpr int64_t kGroupRows = 16;  // output rows interleaved in a packed group
+constexpr int64_t kActBlock = 32;   // input features that share one activation scale
+
+// Rectangles whose number of groups is a multiple of this run fastest (groups are walked side by side).
+constexpr int64_t kGroupsPerTask = 4;
 
 // Arithmetic of a layer: int8 activations (one scale per kActBlock), or float32 activations.
 enum class ActPrecision : int32_t { kInt8 = 0, kFloat32 = 1 };
 
 struct PackedMatrix {
-  QuantType source;        // storage type the values came from
-  int32_t layout;          // id of the packed layout (owned by the kernels)
-  int64_t n, k;            // logical sizes; groups are padded with zero rows to a multiple of kGroupRows
-  int64_t num_groups;      // ceil(n / kGroupRows)
-  size_t group_bytes;      // bytes of one group; groups are contiguous
-  const uint8_t* data;     // [num_groups * group_bytes], 64-byte aligned
+  QuantType source;     // storage type the values came from
+  int32_t layout;       // id of the packed layout (owned by the kernels)
+  int64_t n, k;         // logical sizes; groups are padded with zero rows to a multiple of kGroupRows
+  int64_t num_groups;   // ceil(n / kGroupRows)
+  size_t group_bytes;   // bytes of one group; groups are contiguous
+  const uint8_t* data;  // [num_groups * group_bytes], 64-byte aligned
 };
 
-// Rows of int8 activations. Strides are in elements. Padded columns (k to padded_k) hold zeros.
+// Rows of int8 activations. What lies in a row (values, scales, sums) is the kernels' business.
 struct QuantizedRows {
-  int8_t* values;          // [rows, padded_k]
-  float* scales;           // [rows, padded_k / kActBlock]
-  int32_t* sums;           // [rows, padded_k / kActSubBlock] sums of the int8 values
-  int64_t padded_k;        // k rounded up to a multiple of 256
+  uint8_t* data;      // [rows * row_bytes], 64-byte aligned
+  int64_t row_bytes;  // quantized_row_bytes(k), a multiple of 64
 };
 
 struct LinearKernels {
   const char* isa;
 
-  // Whether the layout for this type and precision exists; packed_group_bytes is 0 if it does not.
+  // Bytes of one packed group; 0 if there is no layout for this type, precision and k (k must be a whole number
+  // of the type's blocks).
   size_t (*packed_group_bytes)(QuantType type, int64_t k, ActPrecision precision);
-  // Packs groups [g0, g1) of the row-major file tensor `src` ([n, k], rows contiguous) to dst + g * group_bytes.
+  // Packs groups [g0, g1) of the row-major file tensor `src` ([n, k], rows contiguous, any alignment) to
+  // dst + g * group_bytes. Needs no state: different groups may be packed by different threads.
   void (*pack_groups)(QuantType type, ActPrecision precision, const uint8_t* src, int64_t n, int64_t k, int64_t g0,
                       int64_t g1, uint8_t* dst);
   // Layout id for PackedMatrix::layout.
   int32_t (*layout_id)(QuantType type, ActPrecision precision);
 
-  // Quantises one float32 row [k] into row `row` of `out`.
+  // Bytes of one row of int8 activations for k input features (a multiple of 64).
+  size_t (*quantized_row_bytes)(int64_t k);
+  // Quantises one float32 row [k] into row `row` of `out`. A block of kActBlock values that holds a NaN or an
+  // infinity makes every output of that row NaN.
   void (*quantize_row)(const float* x, int64_t k, int64_t row, const QuantizedRows& out);
 
   // out[m * ldo + n] = sum over k, for m in [m0, m1) and n in the groups [g0, g1) (only n < w.n is written).
+  // `out` points to row 0, column 0 of the whole result. linear_int8 takes matrices packed for kInt8,
+  // linear_f32 those packed for kFloat32 (x + m * ldx is row m, [k]).
   void (*linear_int8)(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
                       float* out, int64_t ldo);
   void (*linear_f32)(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0,
