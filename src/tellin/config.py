@@ -1,9 +1,9 @@
 """Configuration: what the user may say (`EngineArgs`), and what every part reads (`EngineConfig`).
 
 All classes are frozen. `EngineArgs` holds raw wishes, with the reference system's names and ours;
-`tellin.engine.arg_utils.create_engine_config` opens the model's metadata and resolves them into one `EngineConfig`. Parts
-that learn better values later (the core may lower ``max_model_len`` to what memory allows) replace the
-config with `dataclasses.replace`; nobody mutates it.
+`tellin.engine.arg_utils.create_engine_config` opens the model's metadata and resolves them into one
+`EngineConfig`. Parts that learn better values later (the core may lower ``max_model_len`` to what
+memory allows) replace the config with `dataclasses.replace`; nobody mutates it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CacheConfig:
     num_kv_blocks: int | None = None
     """Exact number of blocks; None = from memory."""
     memory_utilization: float | None = None
-    """Fraction of the memory this process may use; None = half of what is free, at most what is useful."""
+    """Fraction of the memory this process may use; None = half of what is free."""
     kv_cache_memory_bytes: int | None = None
     """Exact size of the pool in bytes; wins over ``memory_utilization``."""
     kv_cache_dtype: str = "auto"
@@ -157,7 +157,9 @@ class EngineConfig:
     parallel_config: ParallelConfig
     settings: Settings
     observability_config: ObservabilityConfig = field(default_factory=ObservabilityConfig)
-    structured_outputs_config: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)
+    structured_outputs_config: StructuredOutputsConfig = field(
+        default_factory=StructuredOutputsConfig
+    )
     lora_config: LoRAConfig | None = None
     speculative_config: SpeculativeConfig | None = None
     shutdown_timeout_s: float = 0.0

@@ -18,7 +18,8 @@ TellinError
     ├── EngineClosedError                used after shutdown()
     └── EngineOverloadedError            admission queue is full; try later            HTTP 429
 
-Messages say what was wrong, with which value, the limit, and what to do: in that order, in one line.
+Messages say what was wrong, with which value, the limit, and what to do: in that order, in one
+line.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What crosses between the shell and the core: msgspec structs, and nothing else.
 
 Owns the types of requests going down and outputs coming up. They hold ids, parameters and arrays,
-never text and never a model. Field order is the wire order (positional msgpack arrays), so new fields
-go to the end, with a default.
+never text and never a model. Field order is the wire order (positional msgpack arrays), so new
+fields go to the end, with a default.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
 class MultiModalFeature(msgspec.Struct, array_like=True):
     """One multimodal item of a prompt.
 
-    ``offset`` and ``length`` give its placeholder span in prompt tokens; ``identifier`` is the key of
-    its encoder output; ``data`` is None when the receiver already caches the item.
+    ``offset`` and ``length`` give its placeholder span in prompt tokens; ``identifier`` is the key
+    of its encoder output; ``data`` is None when the receiver already caches the item.
     """
 
     modality: str

@@ -1,7 +1,7 @@
 """Environment variables, read once into an immutable object.
 
-Nothing else in tellin reads ``os.environ``. `Settings.from_environ` is called when a configuration is
-built; later changes of the environment have no effect on engines that exist.
+Nothing else in tellin reads ``os.environ``. `Settings.from_environ` is called when a configuration
+is built; later changes of the environment have no effect on engines that exist.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Settings:
     output_chunk_size: int = 128
     """TELLIN_OUTPUT_CHUNK_SIZE: the async output handler yields every so many outputs."""
     rpc_base_path: str | None = None
-    """TELLIN_RPC_BASE_PATH: folder of ``ipc://`` sockets (default: the system's temporary folder)."""
+    """TELLIN_RPC_BASE_PATH: folder of ``ipc://`` sockets (default: a temporary folder)."""
     profiling_scopes: bool = False
     """TELLIN_PROFILING_SCOPES: name the phases of a step in the profiler."""
     check_invariants: bool = False

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class LogprobsLists(msgspec.Struct, array_like=True):
     """Log-probabilities of k consecutive positions of one request.
 
-    Every inner list starts with the sampled (or actual prompt) token and goes on with the top tokens
-    by value. ``sampled_token_ranks`` are 1-based ranks over the vocabulary.
+    Every inner list starts with the sampled (or actual prompt) token and goes on with the top
+    tokens by value. ``sampled_token_ranks`` are 1-based ranks over the vocabulary.
     """
 
     logprob_token_ids: list[list[int]]
@@ -41,8 +41,9 @@ class LogprobsLists(msgspec.Struct, array_like=True):
 class NewRequestData(msgspec.Struct):
     """A request the worker has not seen before.
 
-    ``rng_key`` seeds its counter-based randomness: the user's seed, or a random key drawn at admission.
-    ``token_ids`` are all known ids (prompt, then outputs if it was preempted before its first step).
+    ``rng_key`` seeds its counter-based randomness: the user's seed, or a random key drawn at
+    admission. ``token_ids`` are all known ids (prompt, then outputs if it was preempted before its
+    first step).
     """
 
     req_id: str
@@ -67,8 +68,9 @@ class NewRequestData(msgspec.Struct):
 class CachedRequestData(msgspec.Struct):
     """A request the worker already knows.
 
-    ``new_block_ids`` are appended to its block table, or replace it when ``resumed`` (it was preempted;
-    then ``all_token_ids`` holds every known id). ``num_computed_tokens`` is the value before this step.
+    ``new_block_ids`` are appended to its block table, or replace it when ``resumed`` (it was
+    preempted; then ``all_token_ids`` holds every known id). ``num_computed_tokens`` is the value
+    before this step.
     """
 
     req_id: str
@@ -84,8 +86,8 @@ class SchedulerOutput(msgspec.Struct):
 
     ``num_scheduled_tokens`` is ordered: running requests first, then newly admitted ones; grammar
     bitmask rows and outputs follow that order. ``scheduled_spec_decode_tokens`` lists the draft ids
-    that follow a request's last known token. ``finished_req_ids`` may be dropped by the worker before
-    anything else is applied; an id may be in it and be new again in the same step.
+    that follow a request's last known token. ``finished_req_ids`` may be dropped by the worker
+    before anything else is applied; an id may be in it and be new again in the same step.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -108,8 +110,8 @@ class SchedulerOutput(msgspec.Struct):
 class GrammarOutput(msgspec.Struct):
     """Token masks for the constrained requests of a step.
 
-    ``bitmask`` is an int32 array ``[rows, ceil(vocab_size / 32)]``, least significant bit first, 1 =
-    allowed. Request ``req_ids[i]`` owns ``num_rows[i]`` consecutive rows: one per scheduled draft
+    ``bitmask`` is an int32 array ``[rows, ceil(vocab_size / 32)]``, least significant bit first, 1
+    = allowed. Request ``req_ids[i]`` owns ``num_rows[i]`` consecutive rows: one per scheduled draft
     plus one.
     """
 
@@ -121,10 +123,10 @@ class GrammarOutput(msgspec.Struct):
 class ModelRunnerOutput(msgspec.Struct):
     """Result of one step.
 
-    ``sampled_token_ids[i]`` belongs to ``req_ids[i]``; empty when the request did not reach its last
-    known token. ``logprobs[i]`` describes exactly these ids. ``prompt_logprobs`` appears once per request
-    that asked, with the step that samples its first token. ``errors`` maps a request to the reason
-    why it alone failed; ``client_errors`` are those of them that are the client's fault.
+    ``sampled_token_ids[i]`` belongs to ``req_ids[i]``; empty when the request did not reach its
+    last known token. ``logprobs[i]`` describes exactly these ids. ``prompt_logprobs`` appears once
+    per request that asked, with the step that samples its first token. ``errors`` maps a request to
+    the reason why it alone failed; ``client_errors`` are those of them that are the client's fault.
     ``draft_token_ids`` are proposals for the next step.
     """
 

@@ -1,0 +1,312 @@
+"""A core in a process of its own: ZeroMQ sockets and I/O threads around `EngineCoreLoop`.
+
+The parent starts ``python -m tellin.core.core_proc`` and writes the start message (pickled, from
+the parent alone) to its standard input. So the user's main module is never imported here, no
+``__main__`` guard is needed, and the end of the parent, however it ends, is seen as the end of that
+pipe.
+
+Threads: main runs the loop; one receives and prepares requests; one encodes and sends outputs; one
+watches the parent. Only main touches scheduler and executor.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from tellin.config import EngineConfig
+from tellin.core.core_loop import EngineCoreLoop
+from tellin.core.engine_core import EngineCore
+from tellin.executor.executor import Executor
+from tellin.protocol import (
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+)
+from tellin.serialization import Decoder, Encoder, Frame
+
+logger = logging.getLogger("tellin.core")
+
+ENGINE_CORE_DEAD = b"ENGINE_CORE_DEAD"
+LINGER_MS = 4000
+
+
+class EngineCoreHello(msgspec.Struct):
+    """First message of a core, before it loads anything."""
+
+    tellin_version: str
+    engine_index: int
+    pid: int
+
+
+class EngineCoreFailed(msgspec.Struct):
+    """Sent instead of `EngineCoreReady` when the core could not start."""
+
+    error_type: str
+    message: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class StartMessage:
+    """Everything a core process needs to know, written to its standard input."""
+
+    config: EngineConfig
+    executor_class: type[Executor]
+    log_stats: bool
+    engine_index: int
+    input_addresses: tuple[str, ...]
+    output_addresses: tuple[str, ...]
+    log_level: int
+    sys_path: tuple[str, ...]
+
+
+def engine_identity(engine_index: int) -> bytes:
+    """ZeroMQ identity of a core: its index as two bytes, little endian (CLI-10)."""
+    return engine_index.to_bytes(2, "little")
+
+
+class EngineCoreProc:
+    """Connects an `EngineCoreLoop` to the sockets of its clients."""
+
+    def __init__(self, start: StartMessage) -> None:
+        self._start = start
+        self._config = start.config
+        self._context = zmq.Context(io_threads=2)
+        self._inputs = [self._connect_input(a) for a in start.input_addresses]
+        self._output_queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None]
+        self._output_queue = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._stop_input = threading.Event()
+        self.loop: EngineCoreLoop | None = None
+
+    def _connect_input(self, address: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, engine_identity(self._start.engine_index))
+        socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.connect(address)
+        return socket
+
+    def run(self) -> None:
+        """Say hello, build the core, serve until told to stop.
+
+        Raises:
+            Exception: whatever ended the core; clients have been told before.
+        """
+        self._say_hello()
+        try:
+            core = EngineCore(self._config, self._start.executor_class, self._start.log_stats)
+        except BaseException as error:
+            self._tell_failed(error)
+            raise
+        try:
+            self.loop = EngineCoreLoop(core, self._enqueue, num_clients=len(self._inputs))
+            core.executor.register_failure_callback(self.loop.executor_failed)
+            self._start_thread("tellin-output", self._send_outputs)
+            for socket in self._inputs:
+                socket.send(msgspec.msgpack.encode(("ready", core.ready)))
+            self._start_thread("tellin-input", self._receive_inputs)
+            self.loop.run()
+        except Exception:
+            logger.exception("the engine core died")
+            self._output_queue.put(ENGINE_CORE_DEAD)
+            raise
+        finally:
+            self._close(core)
+
+    def _say_hello(self) -> None:
+        from tellin import __version__
+
+        hello = EngineCoreHello(__version__, self._start.engine_index, os.getpid())
+        for socket in self._inputs:
+            socket.send(msgspec.msgpack.encode(("hello", hello)))
+
+    def _tell_failed(self, error: BaseException) -> None:
+        failed = EngineCoreFailed(
+            type(error).__name__,
+            str(error) or repr(error),
+            "".join(traceback.format_exception(error)),
+        )
+        for socket in self._inputs:
+            socket.send(msgspec.msgpack.encode(("failed", failed)))
+            socket.close()
+        self._context.term()
+
+    def _start_thread(self, name: str, target: Any) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _enqueue(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        outputs.engine_index = self._start.engine_index
+        self._output_queue.put((client_index, outputs))
+
+    def _close(self, core: EngineCore) -> None:
+        self._stop_input.set()
+        self._output_queue.put(None)
+        for thread in self._threads:
+            thread.join(timeout=LINGER_MS / 1000 + 1)
+        core.shutdown()
+        self._context.term()  # waits, up to the linger time, until the last outputs are sent
+
+    # ------------------------------------------------------------------ input thread
+
+    def _receive_inputs(self) -> None:
+        decoder = Decoder(EngineCoreRequest, self._config.settings.allow_insecure_serialization)
+        generic = Decoder(Any, self._config.settings.allow_insecure_serialization)
+        poller = zmq.Poller()
+        for socket in self._inputs:
+            poller.register(socket, zmq.POLLIN)
+        while not self._stop_input.is_set():
+            for socket, _ in poller.poll(timeout=200):
+                client_index = self._inputs.index(socket)
+                kind, *frames = socket.recv_multipart(copy=True)
+                self._handle_input(client_index, kind, frames, decoder, generic)
+        for socket in self._inputs:
+            socket.close()
+
+    def _handle_input(
+        self,
+        client_index: int,
+        kind: bytes,
+        frames: list[bytes],
+        decoder: Decoder[EngineCoreRequest],
+        generic: Decoder[Any],
+    ) -> None:
+        loop = self.loop
+        assert loop is not None, "the input thread starts after the loop exists"
+        try:
+            if kind == EngineCoreRequestType.ADD.value:
+                request = decoder.decode(frames)
+                request.client_index = client_index
+                loop.add_request(request)
+            elif kind == EngineCoreRequestType.ABORT.value:
+                loop.abort_requests(generic.decode(frames))
+            elif kind == EngineCoreRequestType.UTILITY.value:
+                call_id, method, args = generic.decode(frames)
+                loop.call_utility(client_index, call_id, method, args)
+            else:
+                logger.error("unknown message type %r from client %d", kind, client_index)
+        except Exception as error:  # a bad message must not end the thread (WIRE-4)
+            logger.exception("a message of client %d could not be decoded", client_index)
+            request_id = _request_id_of(kind, frames)
+            if request_id is not None:
+                loop.send_error(
+                    client_index, request_id, f"request could not be decoded: {error}", True
+                )
+
+    # ------------------------------------------------------------------ output thread
+
+    def _send_outputs(self) -> None:
+        encoder = Encoder(
+            self._config.settings.msgpack_zero_copy_threshold,
+            self._config.settings.allow_insecure_serialization,
+        )
+        sockets = []
+        for address in self._start.output_addresses:
+            socket = self._context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.connect(address)
+            sockets.append(socket)
+        while (entry := self._output_queue.get()) is not None:
+            if isinstance(entry, bytes):
+                for socket in sockets:
+                    socket.send(entry)
+                continue
+            client_index, outputs = entry
+            sockets[client_index].send_multipart(self._encode(encoder, outputs), copy=False)
+        for socket in sockets:
+            socket.close()
+
+    def _encode(self, encoder: Encoder, outputs: EngineCoreOutputs) -> list[Frame]:
+        """Frames of a batch; a utility result that cannot travel becomes that call's failure."""
+        try:
+            return encoder.encode(outputs)
+        except TypeError as error:
+            utility = outputs.utility_output
+            if utility is None:
+                raise
+            utility.result, utility.failure_message = None, str(error)
+            utility.error_type = "TypeError"
+            return encoder.encode(outputs)
+
+
+def _request_id_of(kind: bytes, frames: list[bytes]) -> str | None:
+    """Id of an ADD message whose body does not decode, if at least the id does."""
+    if kind != EngineCoreRequestType.ADD.value:
+        return None
+    try:
+        fields = msgspec.msgpack.decode(frames[0], ext_hook=lambda code, data: None)
+    except msgspec.DecodeError:
+        return None
+    return fields[0] if fields and isinstance(fields[0], str) else None
+
+
+def _watch_parent() -> None:
+    """End this process at once when the parent closes the pipe, which its death does too."""
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _handle_signals(proc: EngineCoreProc) -> None:
+    """SIGTERM asks for an orderly end. SIGINT, sent to both by a terminal, is the parent's."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def on_term(signum: int, frame: object) -> None:
+        # the handler may interrupt a queue operation: hand over to a thread
+        threading.Thread(target=stop, daemon=True).start()
+
+    def stop() -> None:
+        if proc.loop is None:
+            os._exit(0)
+        proc.loop.request_shutdown()
+
+    signal.signal(signal.SIGTERM, on_term)
+
+
+def read_start_message() -> StartMessage:
+    """Read the start message from standard input (8 bytes of length, then a pickle)."""
+    stream = sys.stdin.buffer
+    size = int.from_bytes(stream.read(8), "little")
+    header_size = int.from_bytes(stream.read(8), "little")
+    sys_path = pickle.loads(stream.read(header_size))
+    sys.path[:] = sys_path
+    message = pickle.loads(stream.read(size))
+    assert isinstance(message, StartMessage)
+    return message
+
+
+def main() -> int:
+    """Entry point of the child process; returns its exit code."""
+    start = read_start_message()
+    logging.basicConfig(
+        level=start.log_level,
+        format=f"%(levelname)s %(asctime)s [EngineCore_{start.engine_index}] %(name)s: %(message)s",
+    )
+    proc = EngineCoreProc(start)
+    _handle_signals(proc)
+    threading.Thread(target=_watch_parent, name="tellin-parent", daemon=True).start()
+    try:
+        proc.run()
+    except Exception:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    # The pickled StartMessage names tellin.core.core_proc: run that module, not its double
+    # __main__.
+    from tellin.core import core_proc
+
+    sys.exit(core_proc.main())

@@ -1,0 +1,112 @@
+"""Starting, watching and ending the process of an engine core.
+
+Owns the child and its standard-input pipe (the child's sign that its parent lives). Knows nothing
+of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+
+import psutil
+
+from tellin.core.core_proc import StartMessage
+from tellin.exceptions import EngineStartError
+
+logger = logging.getLogger("tellin.engine")
+
+
+class CoreProcess:
+    """A running ``python -m tellin.core.core_proc``."""
+
+    def __init__(self, start: StartMessage, on_exit: Callable[[int], None]) -> None:
+        """Start the child.
+
+        Args:
+            start: what the child needs to know; must be picklable.
+            on_exit: called once, from a thread, with the exit code, whenever the child ends.
+
+        Raises:
+            EngineStartError: the configuration cannot be sent to another process.
+        """
+        payload = _pickle_start(start)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tellin.core.core_proc"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(payload)
+            stdin.flush()
+        except BrokenPipeError:
+            logger.error("the engine core ended before it could read its start message")
+        self._monitor = threading.Thread(
+            target=_wait_for_exit, args=(self._process, on_exit), name="tellin-monitor", daemon=True
+        )
+        self._monitor.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the child; negative = the signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    def stop(self, timeout_s: float) -> None:
+        """SIGTERM, wait up to ``timeout_s`` seconds, then kill the whole tree. Idempotent."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                _kill_tree(self._process.pid)
+                self._process.wait()
+        if self._process.stdin is not None:
+            try:
+                self._process.stdin.close()
+            except BrokenPipeError:
+                pass
+
+
+def _wait_for_exit(process: subprocess.Popen[bytes], on_exit: Callable[[int], None]) -> None:
+    on_exit(process.wait())
+
+
+def _pickle_start(start: StartMessage) -> bytes:
+    try:
+        body = pickle.dumps(start)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise EngineStartError(
+            f"the configuration cannot be sent to an engine core process ({error}); classes and "
+            'functions in it must be importable: put them in a module and name them "module:Class"'
+        ) from error
+    if b"__main__" in body:
+        raise EngineStartError(
+            "the configuration names something defined in the script itself (module __main__), "
+            "which the engine core process cannot import; move it into a module of its own or run "
+            "in process"
+        )
+    header = pickle.dumps(list(start.sys_path))
+    return len(body).to_bytes(8, "little") + len(header).to_bytes(8, "little") + header + body
+
+
+def _kill_tree(pid: int) -> None:
+    try:
+        root = psutil.Process(pid)
+        processes = [*root.children(recursive=True), root]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            pass
