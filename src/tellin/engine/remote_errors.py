@@ -21,7 +21,7 @@ _BUILTIN_ERRORS: dict[str, type[Exception]] = {
 
 
 def error_from_name(name: str | None, message: str) -> Exception:
-    """Exception of the named type, if it is one of tellin's or a common built-in; else RuntimeError."""
+    """Exception of the named type if it is tellin's or a common built-in, else RuntimeError."""
     own = getattr(exceptions, name or "", None)
     if isinstance(own, type) and issubclass(own, TellinError):
         error = own.__new__(own)
