@@ -1,8 +1,8 @@
-"""Fixtures shared by all areas: real models through the model store, and homes that are thrown away.
+"""Fixtures shared by all areas: real models from the model store, and homes that are thrown away.
 
-A test that needs a real model asks for `smollm2_path`, `gemma3_path` or `minilm_path`: the model is pulled
-into TELLIN_HOME the first time and found there ever after, so tests never skip for want of a file. The
-scheduler's invariants are checked after every step of every engine that a test builds.
+A test that needs a real model asks for `smollm2_path`, `gemma3_path` or `minilm_path`: the model is
+pulled into TELLIN_HOME the first time and found there ever after, so no test skips for want of a
+file. The scheduler's invariants are checked after every step of every engine that a test builds.
 """
 
 from __future__ import annotations
