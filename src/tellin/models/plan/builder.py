@@ -1,0 +1,349 @@
+"""`PlanBuilder`: one method per operation, so that an architecture file reads like its paper.
+
+The builder looks weights up by name, checks every shape while recording and gives each value a
+buffer of its own: the passes in `tellin.models.plan.passes` fuse operations and share buffers
+afterwards. It computes nothing and reads no tensor data. A plan that was recorded is complete:
+`PlanBuilder.finish` refuses a model that has tensors which the architecture did not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.tensors import ModelHParams, TensorRef
+from tellin.models.plan import ir
+from tellin.models.plan.ir import Buffer, Rows
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+
+
+class WeightSource(Protocol):
+    """What recording needs of a model: `tellin.loading.ModelSource` has it."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def hparams(self) -> ModelHParams: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRef]: ...
+
+
+class PlanBuilder:
+    """Records a `Plan` from ``source``.
+
+    Methods take and return buffers; ``name`` arguments are tensor names without ``.weight`` and
+    ``.bias``, and also name the buffer that is made.
+
+    Raises (every method): `ModelLoadError` when a tensor is missing or does not fit, with its name
+    and both shapes.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+        self.hparams = source.hparams
+        self._ops: list[ir.Op] = []
+        self._buffers: list[Buffer] = []
+        self._kv_layers: list[ir.KVCacheLayer] = []
+        self._used: set[str] = set()
+
+    # ---- weights -----------------------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        """Whether the model has the tensor ``name`` (full name, with ``.weight`` or ``.bias``)."""
+        return name in self.source.tensors
+
+    def weight(self, name: str, rows: tuple[int, int] | None = None) -> TensorRef:
+        """The tensor ``name``, or rows ``[start, stop)`` of it as a tensor of its own (no copy)."""
+        tensor = self.source.tensors.get(name)
+        if tensor is None:
+            raise self._error(f"tensor {name!r} is missing")
+        self._used.add(name)
+        if rows is None:
+            return tensor
+        start, stop = rows
+        if not 0 <= start < stop <= tensor.shape[0]:
+            raise self._error(
+                f"tensor {name!r} has {tensor.shape[0]} rows; rows {start} to {stop} are needed"
+            )
+        row_bytes = len(tensor.data) // tensor.shape[0]
+        return TensorRef(
+            name=f"{name}[{start}:{stop}]",
+            shape=(stop - start, *tensor.shape[1:]),
+            quant_type=tensor.quant_type,
+            data=tensor.data[start * row_bytes : stop * row_bytes],
+        )
+
+    # ---- from token ids ----------------------------------------------------------------------
+
+    def embed(self, name: str, scale: float = 1.0) -> Buffer:
+        """Token embedding, ``[num_tokens, hidden_size]``."""
+        weight = self._matrix(f"{name}.weight", self.hparams.hidden_size)
+        if weight.shape[0] != self.hparams.vocab_size:
+            raise self._error(
+                f"tensor {weight.name!r} has {weight.shape[0]} rows; "
+                f"vocab_size is {self.hparams.vocab_size}"
+            )
+        out = self._buffer(weight.shape[1], Rows.TOKENS, name)
+        self._ops.append(ir.Embed(weight, out, scale))
+        return out
+
+    def add_position_embedding(self, x: Buffer, name: str) -> Buffer:
+        """Add learned absolute positions in place."""
+        self._needs_token_rows(x, "a position embedding")
+        weight = self._matrix(f"{name}.weight", x.width)
+        if weight.shape[0] < self.hparams.max_position_embeddings:
+            raise self._error(
+                f"tensor {weight.name!r} has {weight.shape[0]} rows; max_position_embeddings is "
+                f"{self.hparams.max_position_embeddings}"
+            )
+        self._ops.append(ir.AddPositionEmbedding(x, weight))
+        return x
+
+    # ---- norms -------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Buffer, name: str, *, group: int | None = None) -> Buffer:
+        """RMSNorm of each row, or of each group of ``group`` values (per-head norm)."""
+        if group is not None and x.width % group:
+            raise self._error(f"{x.name} has width {x.width}, not a multiple of group {group}")
+        weight = self._vector(f"{name}.weight", group or x.width)
+        out = self._buffer(x.width, x.rows, name)
+        hp = self.hparams
+        self._ops.append(
+            ir.RmsNorm(
+                x, weight, out, hp.norm_eps, weight_offset=hp.norm_weight_offset, group=group
+            )
+        )
+        return out
+
+    def layer_norm(self, x: Buffer, name: str) -> Buffer:
+        """LayerNorm of each row; the bias is optional."""
+        weight = self._vector(f"{name}.weight", x.width)
+        bias = self._optional_vector(f"{name}.bias", x.width)
+        out = self._buffer(x.width, x.rows, name)
+        self._ops.append(ir.LayerNorm(x, weight, bias, out, self.hparams.norm_eps))
+        return out
+
+    # ---- linear ------------------------------------------------------------------------------
+
+    def linear(
+        self,
+        x: Buffer,
+        name: str,
+        *,
+        rows: tuple[int, int] | None = None,
+        bias: bool | None = None,
+    ) -> Buffer:
+        """Linear layer; ``rows`` takes output features ``[start, stop)`` of a fused weight.
+
+        ``bias``: True = must be there, False = none, None = used if the model has it.
+        """
+        weight = self._matrix(f"{name}.weight", x.width, rows)
+        bias_name = f"{name}.bias"
+        bias_tensor = None
+        if bias or (bias is None and self.has(bias_name)):
+            bias_tensor = self._vector(bias_name, weight.shape[0], rows)
+        label = name if rows is None else f"{name}[{rows[0]}:{rows[1]}]"
+        out = self._buffer(weight.shape[0], x.rows, label)
+        self._ops.append(ir.Linear(x, weight, bias_tensor, out))
+        return out
+
+    # ---- attention ---------------------------------------------------------------------------
+
+    def rope(self, x: Buffer, table: ir.RotaryTable) -> Buffer:
+        """Rotate every head of ``x`` in place."""
+        self._needs_token_rows(x, "rope")
+        hp = self.hparams
+        if x.width % hp.head_dim or 2 * len(table.inv_freq) > hp.head_dim:
+            raise self._error(
+                f"cannot rotate {2 * len(table.inv_freq)} dimensions of heads of {hp.head_dim} "
+                f"in {x.name} of width {x.width}"
+            )
+        num_heads = x.width // hp.head_dim
+        self._ops.append(ir.Rope(x, table, num_heads, hp.head_dim, hp.rope_interleaved))
+        return x
+
+    def attention(
+        self,
+        q: Buffer,
+        k: Buffer,
+        v: Buffer,
+        *,
+        name: str,
+        sliding_window: int | None = None,
+        causal: bool = True,
+    ) -> Buffer:
+        """Attention over the request's KV cache; a causal one adds a layer to the cache."""
+        hp = self.hparams
+        for x, count, what in (
+            (q, hp.num_attention_heads, "num_attention_heads"),
+            (k, hp.num_key_value_heads, "num_key_value_heads"),
+            (v, hp.num_key_value_heads, "num_key_value_heads"),
+        ):
+            self._needs_token_rows(x, "attention")
+            if x.width != count * hp.head_dim:
+                raise self._error(
+                    f"{x.name} has {x.width} outputs; {what} * head_dim is "
+                    f"{count} * {hp.head_dim} = {count * hp.head_dim}"
+                )
+        if hp.num_attention_heads % hp.num_key_value_heads:
+            raise self._error(
+                f"num_attention_heads {hp.num_attention_heads} is not a multiple of "
+                f"num_key_value_heads {hp.num_key_value_heads}"
+            )
+        layer = -1
+        if causal:
+            layer = len(self._kv_layers)
+            self._kv_layers.append(
+                ir.KVCacheLayer(hp.num_key_value_heads, hp.head_dim, sliding_window)
+            )
+        out = self._buffer(q.width, Rows.TOKENS, name)
+        scale = hp.head_dim**-0.5 if hp.attention_scale is None else hp.attention_scale
+        self._ops.append(
+            ir.Attention(
+                q, k, v, out, layer, hp.num_attention_heads, hp.num_key_value_heads, hp.head_dim,
+                scale, sliding_window, hp.attn_logit_softcapping, causal,
+            )
+        )  # fmt: skip
+        return out
+
+    # ---- elementwise -------------------------------------------------------------------------
+
+    def act_mul(self, gate: Buffer, up: Buffer) -> Buffer:
+        """``hidden_act(gate) * up``."""
+        self._same_shape(gate, up)
+        out = self._buffer(gate.width, gate.rows, f"{gate.name}.act_mul")
+        self._ops.append(ir.ActMul(gate, up, out, self._activation()))
+        return out
+
+    def activation(self, x: Buffer) -> Buffer:
+        """``hidden_act(x)``."""
+        out = self._buffer(x.width, x.rows, f"{x.name}.act")
+        self._ops.append(ir.Activation(x, out, self._activation()))
+        return out
+
+    def add(self, x: Buffer, y: Buffer) -> Buffer:
+        """``x + y`` of equal shapes."""
+        self._same_shape(x, y)
+        out = self._buffer(x.width, x.rows, f"{y.name}.sum")
+        self._ops.append(ir.Add(x, y, out))
+        return out
+
+    def add_bias(self, x: Buffer, bias: TensorRef) -> Buffer:
+        """Add one vector, ``(width,)`` or ``(1, width)``, to every row, in place."""
+        if bias.num_elements != x.width:
+            raise self._shape_error(bias, f"({x.width},)")
+        self._ops.append(ir.AddBias(x, bias))
+        return x
+
+    def scale(self, x: Buffer, factor: float) -> Buffer:
+        """Multiply by a constant, in place."""
+        self._ops.append(ir.Scale(x, factor))
+        return x
+
+    def softcap(self, x: Buffer, cap: float) -> Buffer:
+        """``cap * tanh(x / cap)``, in place."""
+        if cap <= 0:
+            raise self._error(f"softcap is {cap}; it must be positive")
+        self._ops.append(ir.Softcap(x, cap))
+        return x
+
+    def gather_rows(self, x: Buffer) -> Buffer:
+        """The rows whose logits are wanted, ``[num_logits, width]``."""
+        self._needs_token_rows(x, "gather_rows")
+        out = self._buffer(x.width, Rows.LOGITS, f"{x.name}.gathered")
+        self._ops.append(ir.GatherRows(x, out))
+        return out
+
+    # ---- the end -----------------------------------------------------------------------------
+
+    def finish(
+        self, output: Buffer, hidden: Buffer | None = None, ignore: tuple[str, ...] = ()
+    ) -> ir.Plan:
+        """The recorded plan.
+
+        Args:
+            output: logits of a generator, hidden states of an encoder.
+            hidden: final hidden states for pooling.
+            ignore: beginnings of tensor names that the architecture leaves out on purpose.
+
+        Raises:
+            UnsupportedModelError: the model has further tensors, so it computes something else.
+        """
+        unused = [
+            name
+            for name in self.source.tensors
+            if name not in self._used and not name.startswith(ignore)
+        ]
+        hp = self.hparams
+        if unused:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            raise UnsupportedModelError(
+                f"{self.source.path}: architecture {hp.architecture!r} as built here does not use "
+                f"the tensors {', '.join(sorted(unused)[:3])}{more}; "
+                "this is a variant that tellin does not support"
+            )
+        return ir.Plan(
+            architecture=hp.architecture,
+            ops=tuple(self._ops),
+            buffers=tuple(self._buffers),
+            kv_layers=tuple(self._kv_layers),
+            output=output,
+            vocab_size=hp.vocab_size,
+            hidden_size=hp.hidden_size,
+            hidden=hidden,
+        )
+
+    # ---- checks ------------------------------------------------------------------------------
+
+    def _buffer(self, width: int, rows: Rows, name: str) -> Buffer:
+        buffer = Buffer(len(self._buffers), width, rows, name)
+        self._buffers.append(buffer)
+        return buffer
+
+    def _matrix(self, name: str, width: int, rows: tuple[int, int] | None = None) -> TensorRef:
+        tensor = self.weight(name, rows)
+        if len(tensor.shape) != 2 or tensor.shape[1] != width:
+            raise self._shape_error(tensor, f"(n, {width})")
+        return tensor
+
+    def _vector(self, name: str, width: int, rows: tuple[int, int] | None = None) -> TensorRef:
+        tensor = self.weight(name, rows)
+        if tensor.shape != (width,):
+            raise self._shape_error(tensor, f"({width},)")
+        return tensor
+
+    def _optional_vector(self, name: str, width: int) -> TensorRef | None:
+        return self._vector(name, width) if self.has(name) else None
+
+    def _activation(self) -> str:
+        act = self.hparams.hidden_act
+        if act not in ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"{self.source.path}: activation {act!r} is not supported; "
+                f"supported are {', '.join(ACTIVATIONS)}"
+            )
+        return act
+
+    def _same_shape(self, x: Buffer, y: Buffer) -> None:
+        if (x.width, x.rows) != (y.width, y.rows):
+            raise self._error(
+                f"{x.name} [{x.rows.value}, {x.width}] and {y.name} [{y.rows.value}, {y.width}] "
+                "must have the same shape"
+            )
+
+    def _needs_token_rows(self, x: Buffer, what: str) -> None:
+        if x.rows is not Rows.TOKENS:
+            raise self._error(f"{what} needs one row per token; {x.name} has one per logit row")
+
+    def _shape_error(self, tensor: TensorRef, expected: str) -> ModelLoadError:
+        return self._error(f"tensor {tensor.name!r} has shape {tensor.shape}; expected {expected}")
+
+    def _error(self, message: str) -> ModelLoadError:
+        return ModelLoadError(
+            f"{self.source.path}: {message} (architecture {self.hparams.architecture!r})"
+        )
