@@ -3,6 +3,7 @@
 TellinError
 ├── RequestError (also ValueError)       this request is wrong; the engine is fine     HTTP 400
 │   ├── InvalidParameterError            one named parameter has a bad value
+│   │   └── InvalidTypeError             ... or a value of the wrong type (also TypeError)
 │   ├── ContextLengthError               prompt or prompt + output does not fit
 │   ├── UnsupportedFeatureError          this model or build cannot do what was asked
 │   └── DuplicateRequestError            a live request already has this id            HTTP 409
@@ -47,6 +48,10 @@ class InvalidParameterError(RequestError):
         super().__init__(message)
         self.parameter = parameter
         self.value = value
+
+
+class InvalidTypeError(InvalidParameterError, TypeError):
+    """One parameter has a value of the wrong type."""
 
 
 class ContextLengthError(RequestError):
