@@ -185,7 +185,7 @@ def _q5_k(blocks: Bytes) -> Floats:
     """As Q4_K with 32 bytes of fifth bits before the nibbles: bit i of byte j for ``32 i + j``."""
     fifth = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
     low = _nibbles(blocks[:, 48:176].reshape(-1, 4, 32))
-    return _scale_and_minimum(blocks, low.reshape(-1, 8, 32) | (fifth << 4))
+    return _scale_and_minimum(blocks, low.reshape(-1, 8, 32) | (fifth << np.uint8(4)))
 
 
 def _q6_k(blocks: Bytes) -> Floats:

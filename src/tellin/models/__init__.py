@@ -1,0 +1,61 @@
+"""Architectures: one short file each, named as the architecture, that records a plan.
+
+`build_plan` finds the file, lets it record, and runs the passes. Adding an architecture means
+adding a module with ``record(b: PlanBuilder) -> Plan`` and its name to `_ARCHITECTURES`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from tellin.exceptions import UnsupportedModelError
+from tellin.models.plan.builder import PlanBuilder, WeightSource
+from tellin.models.plan.ir import Plan
+from tellin.models.plan.passes import optimize
+
+_ARCHITECTURES = {
+    "bert": "bert",
+    "gemma": "llama",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
+    "llama": "llama",
+    "mistral": "llama",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+"""Architecture name (GGUF ``general.architecture``, Hugging Face ``model_type``) to module name."""
+
+
+def supported_architectures() -> tuple[str, ...]:
+    """Names that `build_plan` accepts, sorted."""
+    return tuple(sorted(_ARCHITECTURES))
+
+
+def build_plan(
+    source: WeightSource, *, max_model_len: int | None = None, fuse: bool = True
+) -> Plan:
+    """Record the plan of a model.
+
+    Args:
+        source: hyperparameters and tensors, see `tellin.loading.open_model`.
+        max_model_len: longest context the engine will run; None = the model's own limit.
+        fuse: run the fusion passes. Without them the plan shows the architecture as recorded, one
+            buffer per value; it computes the same values.
+
+    Raises:
+        UnsupportedModelError: no such architecture, or a variant of it that is not supported.
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
+    architecture = source.hparams.architecture
+    module_name = _ARCHITECTURES.get(architecture)
+    if module_name is None:
+        raise UnsupportedModelError(
+            f"{source.path}: architecture {architecture!r} is not supported; "
+            f"supported are {', '.join(supported_architectures())}"
+        )
+    plan: Plan = import_module(f"tellin.models.{module_name}").record(
+        PlanBuilder(source, max_model_len)
+    )
+    return optimize(plan) if fuse else plan

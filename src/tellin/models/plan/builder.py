@@ -34,7 +34,7 @@ class WeightSource(Protocol):
 
 
 class PlanBuilder:
-    """Records a `Plan` from ``source``.
+    """Records a `Plan` from ``source``, to run contexts of up to ``max_model_len`` tokens.
 
     Methods take and return buffers; ``name`` arguments are tensor names without ``.weight`` and
     ``.bias``, and also name the buffer that is made.
@@ -43,9 +43,10 @@ class PlanBuilder:
     and both shapes.
     """
 
-    def __init__(self, source: WeightSource) -> None:
+    def __init__(self, source: WeightSource, max_model_len: int | None = None) -> None:
         self.source = source
         self.hparams = source.hparams
+        self.max_model_len = max_model_len
         self._ops: list[ir.Op] = []
         self._buffers: list[Buffer] = []
         self._kv_layers: list[ir.KVCacheLayer] = []

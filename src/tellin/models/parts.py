@@ -1,0 +1,36 @@
+"""The few parts that decoder architectures share word for word: gated MLP, embedding, head.
+
+Everything that differs between families (attention, norms, the order of a layer) is written out in
+each family's own file, so that a reader never jumps.
+"""
+
+from __future__ import annotations
+
+from tellin.models.plan.builder import PlanBuilder
+from tellin.models.plan.ir import Buffer, Plan
+
+UNUSED = ("lm_head.",)
+"""Copies that some files carry although the head is tied to the embedding."""
+
+
+def embed_tokens(b: PlanBuilder) -> Buffer:
+    """Embedding of the step's token ids, with the model's scale."""
+    return b.embed("embed_tokens", scale=b.hparams.embedding_scale)
+
+
+def gated_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    """``down(act(gate(x)) * up(x))``. Source: Shazeer 2020 (GLU variants), eq. 6."""
+    bias = True if b.hparams.mlp_bias else None
+    gate = b.linear(x, f"{name}.gate_proj", bias=bias)
+    up = b.linear(x, f"{name}.up_proj", bias=bias)
+    return b.linear(b.act_mul(gate, up), f"{name}.down_proj", bias=bias)
+
+
+def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
+    """Final norm and output matrix, for the rows whose logits are wanted; ends the plan."""
+    hp = b.hparams
+    hidden = b.rms_norm(b.gather_rows(x), "norm")
+    logits = b.linear(hidden, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
+    if hp.final_logit_softcapping is not None:
+        b.softcap(logits, hp.final_logit_softcapping)
+    return b.finish(logits, hidden, ignore=UNUSED if hp.tie_word_embeddings else ())
