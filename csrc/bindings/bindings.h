@@ -4,5 +4,6 @@
 namespace tellin {
 
 void bind_runtime(nanobind::module_& m);  // cpu features, program, kv cache   (bind_runtime.cpp)
+void bind_linear(nanobind::module_& m);   // packing and linear kernels, for tests (bind_linear.cpp)
 
 }  // namespace tellin

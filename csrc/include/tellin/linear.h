@@ -69,7 +69,12 @@ struct LinearKernels {
   void (*dequantize_row)(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
 };
 
-// Table of the best variant this machine runs, or of the one named (nullptr if it is unknown or cannot run).
+// Table of the best variant this machine runs (isa == nullptr), or of the one named: "avx512", "avx2", "neon" or
+// "portable" (nullptr if it is unknown or cannot run here).
 const LinearKernels* linear_kernels(const char* isa);
+
+// The variants this machine runs, best first.
+int num_linear_variants();
+const LinearKernels* linear_variant(int index);
 
 }  // namespace tellin

@@ -1,0 +1,121 @@
+// Linear kernels one call at a time, for tests: pack a file tensor, run any variant on NumPy arrays, look up
+// rows.
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings.h"
+#include "tellin/linear.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace tellin {
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutFloats = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+struct FreeDeleter {
+  void operator()(uint8_t* p) const { std::free(p); }
+};
+using AlignedBytes = std::unique_ptr<uint8_t, FreeDeleter>;
+
+AlignedBytes allocate_aligned(size_t bytes) {
+  auto* p = static_cast<uint8_t*>(std::aligned_alloc(64, (bytes + 64) / 64 * 64));
+  if (p == nullptr) throw std::bad_alloc();
+  return AlignedBytes(p);
+}
+
+const LinearKernels* find_kernels(const std::string& isa) {
+  const LinearKernels* kernels = linear_kernels(isa.c_str());
+  if (kernels == nullptr)
+    throw std::invalid_argument("no linear kernels for isa '" + isa + "' on this machine");
+  return kernels;
+}
+
+// A packed weight matrix of one variant.
+class PackedLinear {
+ public:
+  PackedLinear(const std::string& isa, int quant_type, const Bytes& data, int64_t n, int64_t k, bool high)
+      : kernels_(find_kernels(isa)), precision_(high ? ActPrecision::kFloat32 : ActPrecision::kInt8) {
+    const auto type = static_cast<QuantType>(quant_type);
+    const size_t group_bytes = kernels_->packed_group_bytes(type, k, precision_);
+    if (group_bytes == 0) throw std::invalid_argument("no packed layout for this type, k and precision");
+    if (n <= 0 || data.size() == 0) throw std::invalid_argument("empty tensor");
+    const int64_t groups = (n + kGroupRows - 1) / kGroupRows;
+    storage_ = allocate_aligned(group_bytes * static_cast<size_t>(groups));
+    kernels_->pack_groups(type, precision_, data.data(), n, k, 0, groups, storage_.get());
+    matrix_ = {type, kernels_->layout_id(type, precision_), n, k, groups, group_bytes, storage_.get()};
+  }
+
+  // Writes the rectangle tokens [m0, m1) x groups [g0, g1) of x @ w.T to out.
+  void run(const Floats& x, const OutFloats& out, int64_t m0, int64_t m1, int64_t g0, int64_t g1) const {
+    const auto rows = static_cast<int64_t>(x.shape(0));
+    if (static_cast<int64_t>(x.shape(1)) != matrix_.k) throw std::invalid_argument("x must be [m, k]");
+    if (static_cast<int64_t>(out.shape(0)) != rows || static_cast<int64_t>(out.shape(1)) != matrix_.n) {
+      throw std::invalid_argument("out must be [m, n]");
+    }
+    if (m0 < 0 || m0 > m1 || m1 > rows || g0 < 0 || g0 > g1 || g1 > matrix_.num_groups) {
+      throw std::invalid_argument("rectangle out of range");
+    }
+    if (precision_ == ActPrecision::kFloat32) {
+      kernels_->linear_f32(matrix_, x.data(), matrix_.k, m0, m1, g0, g1, out.data(), matrix_.n);
+      return;
+    }
+    const size_t row_bytes = kernels_->quantized_row_bytes(matrix_.k);
+    const AlignedBytes storage = allocate_aligned(row_bytes * static_cast<size_t>(rows));
+    const QuantizedRows quantized = {storage.get(), static_cast<int64_t>(row_bytes)};
+    for (int64_t m = 0; m < rows; ++m)
+      kernels_->quantize_row(x.data() + m * matrix_.k, matrix_.k, m, quantized);
+    kernels_->linear_int8(matrix_, quantized, m0, m1, g0, g1, out.data(), matrix_.n);
+  }
+
+  int64_t num_groups() const { return matrix_.num_groups; }
+  size_t packed_bytes() const { return matrix_.group_bytes * static_cast<size_t>(matrix_.num_groups); }
+
+ private:
+  const LinearKernels* kernels_;
+  ActPrecision precision_;
+  AlignedBytes storage_;
+  PackedMatrix matrix_;
+};
+
+std::vector<std::string> variant_names() {
+  std::vector<std::string> names;
+  for (int i = 0; i < num_linear_variants(); ++i) names.emplace_back(linear_variant(i)->isa);
+  return names;
+}
+
+void dequantize_rows(const std::string& isa, int quant_type, const Bytes& data, const OutFloats& out) {
+  const LinearKernels* kernels = find_kernels(isa);
+  const auto k = static_cast<int64_t>(out.shape(1));
+  for (size_t row = 0; row < out.shape(0); ++row) {
+    kernels->dequantize_row(static_cast<QuantType>(quant_type), data.data(), static_cast<int64_t>(row), k,
+                            out.data() + static_cast<int64_t>(row) * k);
+  }
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& m) {
+  m.def("linear_variants", &variant_names, "Kernel variants this machine runs, best first.");
+  m.def("dequantize_rows", &dequantize_rows, "isa"_a, "quant_type"_a, "data"_a, "out"_a,
+        "Dequantises the rows of a file tensor (uint8 bytes) to out: [rows, k] float32.");
+  nb::class_<PackedLinear>(m, "PackedLinear", "A weight matrix packed for one kernel variant.")
+      .def(nb::init<const std::string&, int, const Bytes&, int64_t, int64_t, bool>(), "isa"_a, "quant_type"_a,
+           "data"_a, "n"_a, "k"_a, "high_precision"_a = false)
+      .def("run", &PackedLinear::run, "x"_a, "out"_a, "m0"_a, "m1"_a, "g0"_a, "g1"_a,
+           nb::call_guard<nb::gil_scoped_release>())
+      .def_prop_ro("num_groups", &PackedLinear::num_groups)
+      .def_prop_ro("packed_bytes", &PackedLinear::packed_bytes);
+}
+
+}  // namespace tellin

@@ -1,0 +1,61 @@
+// Choice of the kernel variant: the best one this machine runs, or the one asked for by name.
+#include <cstring>
+
+#include "linear_core.h"
+
+namespace tellin {
+namespace {
+
+struct Variants {
+  LinearKernels tables[4];  // best first
+  int count = 0;
+
+  void add(const LinearKernels* isa_table) {
+    LinearKernels table = *isa_table;
+    table.packed_group_bytes = packed_group_bytes;
+    table.pack_groups = pack_groups;
+    table.layout_id = layout_id;
+    table.dequantize_row = dequantize_row;
+    tables[count++] = table;
+  }
+
+  Variants() {
+    [[maybe_unused]] const CpuFeatures features = cpu_features();
+#ifdef TELLIN_HAVE_AVX512
+    if (features.avx512) add(avx512_linear_table());
+#endif
+#ifdef TELLIN_HAVE_AVX2
+    if (features.avx2) add(avx2_linear_table());
+#endif
+#ifdef TELLIN_HAVE_NEON
+    if (features.neon) add(neon_linear_table());
+#endif
+    add(portable_linear_table());
+  }
+};
+
+const Variants& variants() {
+  static const Variants all;
+  return all;
+}
+
+}  // namespace
+
+const LinearKernels* linear_kernels(const char* isa) {
+  const Variants& all = variants();
+  if (isa == nullptr) return &all.tables[0];
+  for (int i = 0; i < all.count; ++i) {
+    if (std::strcmp(all.tables[i].isa, isa) == 0) return &all.tables[i];
+  }
+  return nullptr;
+}
+
+int num_linear_variants() {
+  return variants().count;
+}
+
+const LinearKernels* linear_variant(int index) {
+  return &variants().tables[index];
+}
+
+}  // namespace tellin

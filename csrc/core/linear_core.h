@@ -1,0 +1,27 @@
+// What the instruction-set tables share: packing and row dequantisation, compiled at the ABI floor.
+#pragma once
+#include "tellin/linear.h"
+
+namespace tellin {
+
+size_t packed_group_bytes(QuantType type, int64_t k, ActPrecision precision);
+void pack_groups(QuantType type, ActPrecision precision, const uint8_t* src, int64_t n, int64_t k, int64_t g0,
+                 int64_t g1, uint8_t* dst);
+int32_t layout_id(QuantType type, ActPrecision precision);
+void dequantize_row(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
+
+// Tables of the instruction sets compiled in: only the fields that depend on one are set (see dispatch.cpp).
+const LinearKernels* portable_linear_table();
+const LinearKernels* avx2_linear_table();
+const LinearKernels* avx512_linear_table();
+const LinearKernels* neon_linear_table();
+
+// What this processor and its operating system allow.
+struct CpuFeatures {
+  bool avx2;    // AVX2, FMA, F16C, BMI2
+  bool avx512;  // F, BW, VL, DQ, VNNI
+  bool neon;    // Advanced SIMD with dot products
+};
+CpuFeatures cpu_features();
+
+}  // namespace tellin

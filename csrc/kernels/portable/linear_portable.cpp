@@ -1,0 +1,309 @@
+// Linear kernels in plain C++ for the ABI floor: every format, no speed claims.
+//
+// One group (16 rows) at a time; codes of a 32-feature block are unpacked to bytes once per token tile.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "tellin/linear.h"
+#include "tellin/packed_format.h"
+
+namespace tellin {
+
+const LinearKernels* portable_linear_table();
+
+namespace {
+
+constexpr int kTile = 8;  // tokens that share an unpacked block
+
+float half_to_float(uint16_t h) {
+  const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
+  const uint32_t exponent = (h >> 10) & 31, mantissa = h & 1023;
+  if (exponent == 0) {
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+    return sign ? -magnitude : magnitude;
+  }
+  const uint32_t bits = sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+float bfloat_to_float(uint16_t b) {
+  const uint32_t bits = static_cast<uint32_t>(b) << 16;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// A 32-feature block of a group: codes [quad][row * 4 + i], scales and minima per 16 features.
+struct Block {
+  uint8_t codes[8][kVectorBytes];
+  float scale[2][kRows];
+  float minimum[2][kRows];
+};
+
+template <int kBits>
+void unpack_codes(const uint8_t* p, Block* out) {
+  for (int j = 0; j < 8; ++j) {
+    for (int i = 0; i < kVectorBytes; ++i) {
+      int code = 0;
+      if constexpr (kBits == 8) {
+        code = p[kVectorBytes * j + i];
+      } else if constexpr (kBits <= 3) {
+        code = (p[kVectorBytes * (j / 4) + i] >> (2 * (j % 4))) & 3;
+        if (kBits == 3) code |= ((p[kVectorBytes * 2 + i] >> j) & 1) << 2;
+      } else {
+        code = (p[kVectorBytes * (j % 4) + i] >> (j / 4 * 4)) & 15;
+        if (kBits == 5) code |= ((p[kVectorBytes * 4 + i] >> j) & 1) << 4;
+        if (kBits == 6) code |= ((p[kVectorBytes * (4 + j / 4) + i] >> (2 * (j % 4))) & 3) << 4;
+      }
+      out->codes[j][i] = static_cast<uint8_t>(code);
+    }
+  }
+}
+
+template <QuantType T>
+void unpack_scales(const uint8_t* header, int b, Block* out) {
+  constexpr PackedFormat kFormat = format_of(T);
+  for (int half = 0; half < 2; ++half) {
+    for (int r = 0; r < kRows; ++r) {
+      float scale = 0.0f, minimum = 0.0f;
+      if constexpr (kFormat.scales == ScaleKind::kHalf32) {
+        const auto* h = reinterpret_cast<const uint16_t*>(header);
+        scale = half_to_float(h[kRows * b + r]);
+        if (kFormat.has_min) minimum = half_to_float(h[2 * kRows + kRows * b + r]);
+      } else if constexpr (kFormat.scales == ScaleKind::kSixBit32) {
+        const auto* h = reinterpret_cast<const SixBitHeader*>(header);
+        const int low = h->low[b][r], high = h->high[b % 4][r] >> (b / 4 * 4);
+        scale = half_to_float(h->d[r]) * static_cast<float>((low & 15) | (high & 3) << 4);
+        minimum = -(half_to_float(h->dmin[r]) * static_cast<float>(low >> 4 | (high >> 2 & 3) << 4));
+      } else if constexpr (kFormat.scales == ScaleKind::kInt8Per16) {
+        const auto* h = reinterpret_cast<const Int8Per16Header*>(header);
+        scale = h->d[r] * static_cast<float>(h->scale[2 * b + half][r]);
+      } else {
+        const auto* h = reinterpret_cast<const Nibble16Header*>(header);
+        const int both = h->scale_min[2 * b + half][r];
+        scale = half_to_float(h->d[r]) * static_cast<float>(both & 15);
+        minimum = -(half_to_float(h->dmin[r]) * static_cast<float>(both >> 4));
+      }
+      out->scale[half][r] = scale;
+      out->minimum[half][r] = minimum;
+    }
+  }
+}
+
+template <QuantType T>
+void unpack_block(const uint8_t* super_block, int b, Block* out) {
+  constexpr PackedFormat kFormat = format_of(T);
+  unpack_codes<kFormat.bits>(super_block + kFormat.header_bytes() + b * kFormat.block_bytes(), out);
+  unpack_scales<T>(super_block, b, out);
+}
+
+// acc[16] += block * activations. Order: the block's integer sums, scaled and added, then the minima.
+template <QuantType T>
+void accumulate_block(const Block& w, const ActBlock& x, float* acc) {
+  constexpr PackedFormat kFormat = format_of(T);
+  int32_t sums[2][kRows];
+  for (int half = 0; half < 2; ++half) {
+    for (int r = 0; r < kRows; ++r) sums[half][r] = x.neg_sums[half] * kFormat.zero_point();
+    for (int j = 4 * half; j < 4 * half + 4; ++j) {
+      for (int r = 0; r < kRows; ++r) {
+        int32_t sum = 0;
+        for (int i = 0; i < 4; ++i) sum += w.codes[j][4 * r + i] * x.q[4 * j + i];
+        sums[half][r] += sum;
+      }
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    if constexpr (kFormat.per16()) {
+      float t = static_cast<float>(sums[0][r]) * w.scale[0][r];
+      t += static_cast<float>(sums[1][r]) * w.scale[1][r];
+      if (kFormat.has_min) {
+        t -= static_cast<float>(x.neg_sums[0]) * w.minimum[0][r];
+        t -= static_cast<float>(x.neg_sums[1]) * w.minimum[1][r];
+      }
+      acc[r] += t * x.scale;
+    } else {
+      acc[r] += static_cast<float>(sums[0][r] + sums[1][r]) * w.scale[0][r] * x.scale;
+      if (kFormat.has_min) acc[r] += w.minimum[0][r] * x.scaled_sum;
+    }
+  }
+}
+
+void store_rows(const float* acc, int64_t g, int64_t n, float* out_row) {
+  const int64_t rows = std::min<int64_t>(kRows, n - g * kRows);
+  std::memcpy(out_row + g * kRows, acc, static_cast<size_t>(rows) * sizeof(float));
+}
+
+const ActBlock* act_row(const QuantizedRows& x, int64_t m) {
+  return reinterpret_cast<const ActBlock*>(x.data + m * x.row_bytes);
+}
+
+template <QuantType T>
+void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                 int64_t g1, float* out, int64_t ldo) {
+  constexpr PackedFormat kFormat = format_of(T);
+  const int64_t num_super = static_cast<int64_t>(w.group_bytes / kFormat.super_bytes());
+  Block block;
+  for (int64_t g = g0; g < g1; ++g) {
+    for (int64_t m = m0; m < m1; m += kTile) {
+      const int tile = static_cast<int>(std::min<int64_t>(kTile, m1 - m));
+      float acc[kTile][kRows] = {};
+      const uint8_t* p = w.data + g * w.group_bytes;
+      for (int64_t s = 0; s < num_super; ++s, p += kFormat.super_bytes()) {
+        for (int b = 0; b < kFormat.blocks(); ++b) {
+          unpack_block<T>(p, b, &block);
+          for (int t = 0; t < tile; ++t) {
+            accumulate_block<T>(block, act_row(x, m + t)[s * kFormat.blocks() + b], acc[t]);
+          }
+        }
+      }
+      for (int t = 0; t < tile; ++t) store_rows(acc[t], g, w.n, out + (m + t) * ldo);
+    }
+  }
+}
+
+// Expands features [k0, k0 + count) of a group to float32 [count][16]; k0 is a multiple of 32.
+template <QuantType T>
+void expand_group(const uint8_t* group, int64_t k0, int64_t count, float* panel) {
+  constexpr PackedFormat kFormat = format_of(T);
+  if constexpr (kFormat.is_quantized()) {
+    Block block;
+    unpack_block<T>(group + k0 / kFormat.super_k() * kFormat.super_bytes(),
+                    static_cast<int>(k0 % kFormat.super_k() / kBlockK), &block);
+    for (int i = 0; i < count; ++i) {
+      for (int r = 0; r < kRows; ++r) {
+        const float code = static_cast<float>(block.codes[i / 4][4 * r + i % 4] - kFormat.zero_point());
+        panel[i * kRows + r] = code * block.scale[i / 16][r] + block.minimum[i / 16][r];
+      }
+    }
+  } else if constexpr (T == QuantType::F32) {
+    std::memcpy(panel, group + k0 * kRows * 4, static_cast<size_t>(count) * kRows * 4);
+  } else {
+    const auto* p = reinterpret_cast<const uint16_t*>(group) + k0 * kRows;
+    for (int i = 0; i < count; ++i) {
+      for (int r = 0; r < kRows; ++r) {
+        panel[i * kRows + r] = T == QuantType::F16 ? half_to_float(p[i * kRows + r])
+                                                   : bfloat_to_float(p[i / 2 * 2 * kRows + r * 2 + i % 2]);
+      }
+    }
+  }
+}
+
+template <QuantType T>
+void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0,
+                int64_t g1, float* out, int64_t ldo) {
+  float panel[kBlockK * kRows];
+  for (int64_t g = g0; g < g1; ++g) {
+    for (int64_t m = m0; m < m1; m += kTile) {
+      const int tile = static_cast<int>(std::min<int64_t>(kTile, m1 - m));
+      float acc[kTile][kRows] = {};
+      for (int64_t k0 = 0; k0 < w.k; k0 += kBlockK) {
+        const int64_t count = std::min<int64_t>(kBlockK, w.k - k0);
+        expand_group<T>(w.data + g * w.group_bytes, k0, count, panel);
+        for (int t = 0; t < tile; ++t) {
+          const float* row = x + (m + t) * ldx + k0;
+          for (int64_t i = 0; i < count; ++i) {
+            for (int r = 0; r < kRows; ++r) acc[t][r] += panel[i * kRows + r] * row[i];
+          }
+        }
+      }
+      for (int t = 0; t < tile; ++t) store_rows(acc[t], g, w.n, out + (m + t) * ldo);
+    }
+  }
+}
+
+size_t quantized_row_bytes(int64_t k) {
+  return static_cast<size_t>((k + 255) / 256) * 8 * sizeof(ActBlock);
+}
+
+void quantize_block(const float* x, int64_t count, ActBlock* out) {
+  float amax = 0.0f;
+  bool finite = true;
+  for (int64_t i = 0; i < count; ++i) {
+    const float a = std::fabs(x[i]);
+    finite = finite && a <= std::numeric_limits<float>::max();
+    amax = std::max(amax, a);
+  }
+  std::memset(out, 0, sizeof *out);
+  if (!finite) {
+    out->scale = out->scaled_sum = std::numeric_limits<float>::quiet_NaN();
+    return;
+  }
+  if (amax < 0x1p-100f) return;  // 127 / amax would overflow; the values are zero for every purpose
+  const float inverse = 127.0f / amax;
+  out->scale = amax / 127.0f;
+  for (int64_t i = 0; i < count; ++i) {
+    const int q = static_cast<int>(std::nearbyintf(x[i] * inverse));
+    out->q[i] = static_cast<int8_t>(q);
+    out->neg_sums[i / 16] -= q;
+  }
+  out->scaled_sum = out->scale * static_cast<float>(-(out->neg_sums[0] + out->neg_sums[1]));
+}
+
+void quantize_row(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
+  auto* blocks = reinterpret_cast<ActBlock*>(out.data + row * out.row_bytes);
+  const int64_t num_blocks = (k + 255) / 256 * 8;
+  for (int64_t b = 0; b < num_blocks; ++b) {
+    const int64_t count = std::clamp<int64_t>(k - b * kBlockK, 0, kBlockK);
+    quantize_block(x + b * kBlockK, count, blocks + b);
+  }
+}
+
+void linear_int8_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                     int64_t g1, float* out, int64_t ldo) {
+  switch (w.source) {
+#define TELLIN_CASE(type) \
+  case QuantType::type:   \
+    return linear_int8<QuantType::type>(w, x, m0, m1, g0, g1, out, ldo);
+    TELLIN_CASE(Q4_0)
+    TELLIN_CASE(Q4_1)
+    TELLIN_CASE(Q5_0)
+    TELLIN_CASE(Q5_1)
+    TELLIN_CASE(Q8_0)
+    TELLIN_CASE(Q2_K)
+    TELLIN_CASE(Q3_K)
+    TELLIN_CASE(Q4_K)
+    TELLIN_CASE(Q5_K)
+    TELLIN_CASE(Q6_K)
+#undef TELLIN_CASE
+    default:
+      return;  // float weights have no int8 path (packed_group_bytes is 0)
+  }
+}
+
+void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0,
+                    int64_t g1, float* out, int64_t ldo) {
+  switch (w.source) {
+#define TELLIN_CASE(type) \
+  case QuantType::type:   \
+    return linear_f32<QuantType::type>(w, x, ldx, m0, m1, g0, g1, out, ldo);
+    TELLIN_CASE(F32)
+    TELLIN_CASE(F16)
+    TELLIN_CASE(BF16)
+    TELLIN_CASE(Q4_0)
+    TELLIN_CASE(Q4_1)
+    TELLIN_CASE(Q5_0)
+    TELLIN_CASE(Q5_1)
+    TELLIN_CASE(Q8_0)
+    TELLIN_CASE(Q2_K)
+    TELLIN_CASE(Q3_K)
+    TELLIN_CASE(Q4_K)
+    TELLIN_CASE(Q5_K)
+    TELLIN_CASE(Q6_K)
+#undef TELLIN_CASE
+  }
+}
+
+}  // namespace
+
+const LinearKernels* portable_linear_table() {
+  static const LinearKernels table = {
+      "portable",   nullptr,         nullptr,        nullptr, quantized_row_bytes,
+      quantize_row, linear_int8_any, linear_f32_any, nullptr};
+  return &table;
+}
+
+}  // namespace tellin

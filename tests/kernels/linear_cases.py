@@ -1,0 +1,120 @@
+"""Random file tensors of every storage type and float64 references for the linear kernels' tests.
+
+Bytes are drawn at random except for the float16 scales, which stay finite and of ordinary size, so every
+code, sub-scale and minimum a format can express occurs. Values come from the `gguf` package's dequantisers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+
+from tellin.loading.tensors import BLOCK_SIZES, QuantType
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+FLOAT_TYPES = (QuantType.F32, QuantType.F16, QuantType.BF16)
+BLOCK_TYPES = tuple(t for t in QuantType if t not in FLOAT_TYPES)
+
+# Byte offsets of the float16 scales inside a block.
+_SCALE_OFFSETS = {
+    QuantType.Q4_0: (0,),
+    QuantType.Q4_1: (0, 2),
+    QuantType.Q5_0: (0,),
+    QuantType.Q5_1: (0, 2),
+    QuantType.Q8_0: (0,),
+    QuantType.Q2_K: (80, 82),
+    QuantType.Q3_K: (108,),
+    QuantType.Q4_K: (0, 2),
+    QuantType.Q5_K: (0, 2),
+    QuantType.Q6_K: (208,),
+}
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A random tensor as stored (``data``: uint8 ``[num_bytes]``) and its exact float32 values ``[n, k]``."""
+
+    quant_type: QuantType
+    data: Bytes
+    values: Floats
+
+    @property
+    def n(self) -> int:
+        return int(self.values.shape[0])
+
+    @property
+    def k(self) -> int:
+        return int(self.values.shape[1])
+
+
+def _float_tensor(quant_type: QuantType, rng: np.random.Generator, n: int, k: int) -> FileTensor:
+    values = rng.standard_normal((n, k)).astype(np.float32)
+    if quant_type is QuantType.F16:
+        stored = values.astype(np.float16)
+        return FileTensor(quant_type, stored.view(np.uint8).reshape(-1), stored.astype(np.float32))
+    if quant_type is QuantType.BF16:
+        bits = (values.view(np.uint32) >> 16).astype(np.uint16)
+        values = (bits.astype(np.uint32) << 16).view(np.float32)
+        return FileTensor(quant_type, bits.view(np.uint8).reshape(-1), values)
+    return FileTensor(quant_type, values.view(np.uint8).reshape(-1), values)
+
+
+def dequantize(quant_type: QuantType, data: Bytes, n: int, k: int) -> Floats:
+    """The `gguf` package's float32 values of ``data``."""
+    values = gguf.quants.dequantize(data.reshape(n, -1), gguf.GGMLQuantizationType(quant_type))
+    return np.ascontiguousarray(values.reshape(n, k), dtype=np.float32)
+
+
+def random_blocks(quant_type: QuantType, rng: np.random.Generator, num_blocks: int) -> Bytes:
+    """``[num_blocks, block_bytes]`` random valid blocks."""
+    blocks = rng.integers(0, 256, (num_blocks, quant_type.block_bytes), dtype=np.uint8)
+    for offset in _SCALE_OFFSETS[quant_type]:
+        scales = rng.uniform(0.002, 0.02, num_blocks) * rng.choice((-1.0, 1.0), num_blocks)
+        blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return blocks
+
+
+def random_tensor(quant_type: QuantType, n: int, k: int, seed: int = 0) -> FileTensor:
+    """A random ``[n, k]`` tensor; equal arguments give equal tensors."""
+    rng = np.random.default_rng((seed, int(quant_type), n, k))
+    if quant_type in FLOAT_TYPES:
+        return _float_tensor(quant_type, rng, n, k)
+    block_size = BLOCK_SIZES[quant_type][0]
+    data = random_blocks(quant_type, rng, n * k // block_size).reshape(-1)
+    return FileTensor(quant_type, data, dequantize(quant_type, data, n, k))
+
+
+def quantized_activations(x: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Int8 activations and scales per 32 features, by the definition the kernels promise.
+
+    Returns codes ``[m, k]`` and scales ``[m, ceil(k / 32)]`` (float32 arithmetic, round half to even).
+    """
+    m, k = x.shape
+    padded = np.zeros((m, -(-k // 32) * 32), np.float32)
+    padded[:, :k] = x
+    blocks = padded.reshape(m, -1, 32)
+    amax = np.abs(blocks).max(axis=2)
+    tiny = amax < np.float32(2.0**-100)
+    safe = np.where(tiny, np.float32(1), amax)
+    inverse = np.float32(127) / safe
+    codes = np.rint(blocks * inverse[:, :, None]).astype(np.int64)
+    codes[tiny] = 0
+    scales = np.where(tiny, np.float32(0), safe / np.float32(127)).astype(np.float32)
+    return codes.reshape(m, -1)[:, :k], scales
+
+
+def reference_linear(
+    x: Floats, w: FileTensor, *, int8: bool
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """``x @ values.T`` in float64 and the sum of the products' magnitudes (both ``[m, n]``)."""
+    exact = x.astype(np.float64)
+    if int8:
+        codes, scales = quantized_activations(x)
+        exact = codes * np.repeat(scales.astype(np.float64), 32, axis=1)[:, : w.k]
+    values = w.values.astype(np.float64)
+    return exact @ values.T, np.abs(exact) @ np.abs(values).T
