@@ -87,7 +87,10 @@ class SchedulerOutput(msgspec.Struct):
     ``num_scheduled_tokens`` is ordered: running requests first, then newly admitted ones; grammar
     bitmask rows and outputs follow that order. ``scheduled_spec_decode_tokens`` lists the draft ids
     that follow a request's last known token. ``finished_req_ids`` may be dropped by the worker
-    before anything else is applied; an id may be in it and be new again in the same step.
+    before anything else is applied; an id may be in it and be new again in the same step. Likewise
+    an id may be preempted and resumed in the same step. ``kv_block_copies`` are ``(source,
+    destination)`` KV blocks of all layers, to be copied one after the other, in this order, before
+    the forward pass.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -100,6 +103,7 @@ class SchedulerOutput(msgspec.Struct):
     structured_output_req_ids: list[str] = msgspec.field(default_factory=list)
     num_spec_tokens_to_schedule: int = 0
     step_counter: int = 0
+    kv_block_copies: list[tuple[int, int]] = msgspec.field(default_factory=list)
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:
