@@ -1,0 +1,36 @@
+"""``python -m benchmarks COMMAND``: compare, ceilings, diff, and the commands of other modules."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks import ceilings, compare, diff
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    compare.add_arguments(
+        commands.add_parser("compare", help="tellin beside the engines that are installed")
+    )
+    one = commands.add_parser("ceilings", help="what this machine could do at best")
+    one.add_argument("--cache", type=Path, help="where to build (default: TELLIN_HOME/bench)")
+    one.add_argument("--threads", type=int)
+    two = commands.add_parser("diff", help="two result files of compare, case by case")
+    two.add_argument("before", type=Path)
+    two.add_argument("after", type=Path)
+    args = parser.parse_args()
+    if args.command == "compare":
+        return compare.run(args)
+    if args.command == "diff":
+        print(diff.table(args.before, args.after))
+        return 0
+    print(json.dumps(ceilings.measure(args.cache or compare.default_cache(), args.threads)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
