@@ -1,0 +1,30 @@
+"""What a backend is given for one step: plain arrays, no requests.
+
+Rows of one request are consecutive. Token t of request r at position p is written to slot
+``block_table[r, p // block_size] * block_size + p % block_size`` of every layer's cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step over R requests with T tokens in all, of which L want logits. All int32, C order."""
+
+    token_ids: npt.NDArray[np.int32]
+    """``[T]``."""
+    positions: npt.NDArray[np.int32]
+    """``[T]`` position of each token in its request."""
+    query_start_loc: npt.NDArray[np.int32]
+    """``[R + 1]``: request r owns rows ``[query_start_loc[r], query_start_loc[r + 1])``."""
+    seq_lens: npt.NDArray[np.int32]
+    """``[R]`` tokens of each request after this step."""
+    block_table: npt.NDArray[np.int32]
+    """``[R, max_blocks]`` cache blocks of each request; entries past its length are ignored."""
+    logits_indices: npt.NDArray[np.int32]
+    """``[L]`` rows whose logits are wanted."""

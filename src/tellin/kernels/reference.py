@@ -1,0 +1,354 @@
+"""`ReferenceBackend`: runs a plan in NumPy float32, slow and obvious. The oracle of every test.
+
+It dequantises all weights to float32 when it is made and interprets one operation after the other.
+It keeps promise 1: every product is computed row by row with the same call, so a row's value does
+not depend on what else is in the step. It knows no threads, no instruction sets, no requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tellin.exceptions import EngineError, InvalidParameterError
+from tellin.kernels.batch import StepBatch
+from tellin.loading.dequantize import dequantize
+from tellin.loading.tensors import TensorRef
+from tellin.models.plan import ir
+
+Floats = npt.NDArray[np.float32]
+
+
+class ReferenceBackend:
+    """NumPy interpreter of a `Plan`.
+
+    Args:
+        plan: what to compute.
+        num_threads, isa, activation_precision: taken for the sake of the common interface and of no
+            effect: NumPy has its own threads, and activations are always float32.
+        kv_cache_dtype: ``auto`` or ``float32``; the cache is float32.
+        block_size: tokens per cache block.
+        batched: compute all rows of a linear layer in one product. Several times faster for long
+            prompts, but the last bits of a row may then depend on the number of rows.
+    """
+
+    def __init__(
+        self,
+        plan: ir.Plan,
+        *,
+        num_threads: int | None = None,
+        isa: str | None = None,
+        activation_precision: str = "default",
+        kv_cache_dtype: str = "auto",
+        block_size: int = 16,
+        batched: bool = False,
+    ) -> None:
+        if kv_cache_dtype not in ("auto", "float32"):
+            raise InvalidParameterError(
+                f"kv_cache_dtype is {kv_cache_dtype!r}; the reference backend has float32 only",
+                parameter="kv_cache_dtype",
+                value=kv_cache_dtype,
+            )
+        self.plan = plan
+        self.block_size = block_size
+        self.batched = batched
+        tensors = dict.fromkeys(tensor for op in plan.ops for tensor in op.weights)
+        self._weights: dict[TensorRef, Floats] = {t: dequantize(t) for t in tensors}
+        self._values: dict[int, Floats] = {}
+        self._kv_cache: list[tuple[Floats, Floats]] | None = None
+        self._batch: StepBatch | None = None
+        self.info: dict[str, Any] = {
+            "backend": "reference",
+            "isa": "numpy",
+            "num_threads": 1,
+            "weight_bytes": sum(w.nbytes for w in self._weights.values()),
+        }
+
+    # ---- KV cache ----------------------------------------------------------------------------
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one block, keys and values of all layers together."""
+        values = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.plan.kv_layers)
+        return values * 4 * self.block_size
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        """Make a cache of ``num_blocks`` blocks; what was in an earlier one is lost."""
+        self._kv_cache = [
+            (np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32))
+            for layer in self.plan.kv_layers
+            for shape in [(num_blocks, self.block_size, layer.num_kv_heads, layer.head_dim)]
+        ]
+
+    def free_kv_cache(self) -> None:
+        """Give the cache's memory back."""
+        self._kv_cache = None
+
+    def copy_kv_blocks(self, src_dst_pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks, in the order given."""
+        for src, dst in src_dst_pairs:
+            for keys, values in self._cache():
+                keys[dst] = keys[src]
+                values[dst] = values[src]
+
+    def close(self) -> None:
+        """Give all memory back; the backend cannot run afterwards."""
+        self._kv_cache = None
+        self._weights.clear()
+        self._values.clear()
+
+    # ---- a step ------------------------------------------------------------------------------
+
+    def forward(self, batch: StepBatch) -> Floats:
+        """Run the plan: logits ``[num_logits, vocab_size]`` f32, or an encoder's hidden states.
+
+        The result is valid until the next call.
+        """
+        if not self._weights:
+            raise EngineError("the backend is closed; make a new one")
+        self._batch = batch
+        self._values.clear()
+        with np.errstate(over="ignore", under="ignore"):
+            for op in self.plan.ops:
+                _RUN[type(op)](self, op)
+        self._batch = None
+        return self._values[self.plan.output.id]
+
+    def hidden(self) -> Floats:
+        """Final hidden states of the last step, rows as in `Plan.hidden`."""
+        if self.plan.hidden is None or self.plan.hidden.id not in self._values:
+            raise EngineError("no hidden states: the plan has none, or no step has run yet")
+        return self._values[self.plan.hidden.id]
+
+    def _step(self) -> StepBatch:
+        if self._batch is None:
+            raise EngineError("operations run inside forward() only")
+        return self._batch
+
+    def _cache(self) -> list[tuple[Floats, Floats]]:
+        if self._kv_cache is None:
+            raise EngineError("no KV cache: call init_kv_cache() first")
+        return self._kv_cache
+
+    def _get(self, buffer: ir.Buffer) -> Floats:
+        return self._values[buffer.id]
+
+    def _set(self, buffer: ir.Buffer, value: Floats) -> None:
+        self._values[buffer.id] = np.ascontiguousarray(value, dtype=np.float32)
+
+    # ---- operations --------------------------------------------------------------------------
+
+    def _embed(self, op: ir.Embed) -> None:
+        rows = self._weights[op.weight][self._step().token_ids]
+        self._set(op.out, rows * np.float32(op.scale))
+
+    def _rms_norm(self, op: ir.RmsNorm) -> None:
+        x = self._get(op.x)
+        groups = x.reshape(len(x), -1, op.group or op.x.width)
+        mean_square = np.mean(np.square(groups), axis=-1, keepdims=True)
+        weight = self._weights[op.weight] + np.float32(op.weight_offset)
+        normed = groups / np.sqrt(mean_square + np.float32(op.eps)) * weight
+        self._set(op.out, normed.reshape(x.shape))
+
+    def _layer_norm(self, op: ir.LayerNorm) -> None:
+        x = self._get(op.x)
+        centred = x - np.mean(x, axis=-1, keepdims=True)
+        variance = np.mean(np.square(centred), axis=-1, keepdims=True)
+        out = centred / np.sqrt(variance + np.float32(op.eps)) * self._weights[op.weight]
+        if op.bias is not None:
+            out = out + self._weights[op.bias]
+        self._set(op.out, out)
+
+    def _project(self, x: Floats, weight: TensorRef, bias: TensorRef | None) -> Floats:
+        """``x @ weight.T + bias``, a row at a time unless batched."""
+        matrix = self._weights[weight]
+        out = np.empty((len(x), len(matrix)), dtype=np.float32)
+        if self.batched:
+            np.matmul(x, matrix.T, out=out)
+        else:
+            for row_in, row_out in zip(x, out, strict=True):
+                np.matmul(matrix, row_in, out=row_out)
+        if bias is not None:
+            out += self._weights[bias]
+        return out
+
+    def _linear(self, op: ir.Linear) -> None:
+        out = self._project(self._get(op.x), op.weight, op.bias)
+        if op.residual is not None:
+            out += self._get(op.residual)
+        self._set(op.out, out)
+
+    def _multi_linear(self, op: ir.MultiLinear) -> None:
+        x = self._get(op.x)
+        for weight, bias, out in op.parts:
+            self._set(out, self._project(x, weight, bias))
+
+    def _gated_linear(self, op: ir.GatedLinear) -> None:
+        x = self._get(op.x)
+        gate = self._project(x, op.gate, op.gate_bias)
+        up = self._project(x, op.up, op.up_bias)
+        self._set(op.out, _ACTIVATIONS[op.act](gate) * up)
+
+    def _rope(self, op: ir.Rope) -> None:
+        x = self._get(op.x)
+        heads = x.reshape(len(x), op.num_heads, op.head_dim)
+        half = len(op.table.inv_freq)
+        angles = self._step().positions[:, None].astype(np.float64) * np.array(op.table.inv_freq)
+        cos = (np.cos(angles) * op.table.attention_factor).astype(np.float32)[:, None, :]
+        sin = (np.sin(angles) * op.table.attention_factor).astype(np.float32)[:, None, :]
+        if op.interleaved:
+            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+        else:
+            first, second = slice(0, half), slice(half, 2 * half)
+        a, b = heads[:, :, first], heads[:, :, second]
+        out = heads.copy()
+        out[:, :, first] = a * cos - b * sin
+        out[:, :, second] = a * sin + b * cos
+        self._set(op.x, out.reshape(x.shape))
+
+    def _attention(self, op: ir.Attention) -> None:
+        batch = self._step()
+        num_tokens = len(batch.token_ids)
+        q = self._get(op.q).reshape(num_tokens, op.num_kv_heads, -1, op.head_dim)
+        k = self._get(op.k).reshape(num_tokens, op.num_kv_heads, op.head_dim)
+        v = self._get(op.v).reshape(num_tokens, op.num_kv_heads, op.head_dim)
+        out = np.empty(q.shape, dtype=np.float32)
+        if op.causal:
+            self._write_cache(op.layer, k, v)
+        starts = batch.query_start_loc.tolist()
+        for r, (start, stop) in enumerate(itertools.pairwise(starts)):
+            if op.causal:
+                keys, values = self._read_cache(op.layer, r)
+            else:
+                keys, values = _by_head(k[start:stop]), _by_head(v[start:stop])
+            for t in range(start, stop):
+                end = int(batch.positions[t]) + 1 if op.causal else stop - start
+                begin = 0 if op.sliding_window is None else max(0, end - op.sliding_window)
+                for head in range(op.num_kv_heads):
+                    out[t, head] = _attend(
+                        q[t, head], keys[head, begin:end], values[head, begin:end], op
+                    )
+        self._set(op.out, out.reshape(num_tokens, -1))
+
+    def _write_cache(self, layer: int, k: Floats, v: Floats) -> None:
+        """Store the step's keys and values, ``[num_tokens, num_kv_heads, head_dim]``."""
+        batch = self._step()
+        keys, values = self._cache()[layer]
+        requests = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start_loc))
+        blocks = batch.block_table[requests, batch.positions // self.block_size]
+        offsets = batch.positions % self.block_size
+        keys[blocks, offsets] = k
+        values[blocks, offsets] = v
+
+    def _read_cache(self, layer: int, request: int) -> tuple[Floats, Floats]:
+        """All keys and values of one request, each ``[num_kv_heads, seq_len, head_dim]``."""
+        batch = self._step()
+        seq_len = int(batch.seq_lens[request])
+        blocks = batch.block_table[request, : math.ceil(seq_len / self.block_size)]
+        keys, values = (
+            cache[blocks].reshape(-1, *cache.shape[2:])[:seq_len] for cache in self._cache()[layer]
+        )
+        return _by_head(keys), _by_head(values)
+
+    def _act_mul(self, op: ir.ActMul) -> None:
+        self._set(op.out, _ACTIVATIONS[op.act](self._get(op.gate)) * self._get(op.up))
+
+    def _activation(self, op: ir.Activation) -> None:
+        self._set(op.out, _ACTIVATIONS[op.act](self._get(op.x)))
+
+    def _add(self, op: ir.Add) -> None:
+        self._set(op.out, self._get(op.x) + self._get(op.y))
+
+    def _add_bias(self, op: ir.AddBias) -> None:
+        self._set(op.x, self._get(op.x) + self._weights[op.bias].reshape(-1))
+
+    def _add_position_embedding(self, op: ir.AddPositionEmbedding) -> None:
+        self._set(op.x, self._get(op.x) + self._weights[op.weight][self._step().positions])
+
+    def _gather_rows(self, op: ir.GatherRows) -> None:
+        self._set(op.out, self._get(op.x)[self._step().logits_indices])
+
+    def _scale(self, op: ir.Scale) -> None:
+        self._set(op.x, self._get(op.x) * np.float32(op.factor))
+
+    def _softcap(self, op: ir.Softcap) -> None:
+        self._set(op.x, _softcap(self._get(op.x), op.cap))
+
+
+# ---- formulas --------------------------------------------------------------------------------
+
+
+def _attend(q: Floats, keys: Floats, values: Floats, op: ir.Attention) -> Floats:
+    """Attention of one token's query heads that share a kv head.
+
+    q ``[group, head_dim]``, keys and values ``[num_keys, head_dim]`` -> ``[group, head_dim]``.
+    """
+    scores = (q @ keys.T) * np.float32(op.scale)
+    if op.softcap is not None:
+        scores = _softcap(scores, op.softcap)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return np.asarray(weights @ values)
+
+
+def _by_head(x: Floats) -> Floats:
+    """``[n, heads, head_dim]`` to a contiguous ``[heads, n, head_dim]``."""
+    return np.ascontiguousarray(x.swapaxes(0, 1))
+
+
+def _softcap(x: Floats, cap: float) -> Floats:
+    return np.asarray(np.float32(cap) * np.tanh(x / np.float32(cap)))
+
+
+def _silu(x: Floats) -> Floats:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+_erf = np.frompyfunc(math.erf, 1, 1)
+
+
+def _gelu(x: Floats) -> Floats:
+    """``x * Phi(x)``. Source: Hendrycks & Gimpel 2016, eq. 1."""
+    erf = np.asarray(_erf(x.astype(np.float64) / math.sqrt(2)), dtype=np.float64)
+    return (x * (0.5 * (1 + erf))).astype(np.float32)
+
+
+def _gelu_tanh(x: Floats) -> Floats:
+    """Tanh approximation of GELU. Source: Hendrycks & Gimpel 2016, section 2."""
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)))
+
+
+def _relu(x: Floats) -> Floats:
+    return np.maximum(x, np.float32(0))
+
+
+_ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": _relu,
+}
+
+_RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
+    ir.Embed: ReferenceBackend._embed,
+    ir.RmsNorm: ReferenceBackend._rms_norm,
+    ir.LayerNorm: ReferenceBackend._layer_norm,
+    ir.Linear: ReferenceBackend._linear,
+    ir.MultiLinear: ReferenceBackend._multi_linear,
+    ir.GatedLinear: ReferenceBackend._gated_linear,
+    ir.Rope: ReferenceBackend._rope,
+    ir.Attention: ReferenceBackend._attention,
+    ir.ActMul: ReferenceBackend._act_mul,
+    ir.Activation: ReferenceBackend._activation,
+    ir.Add: ReferenceBackend._add,
+    ir.AddBias: ReferenceBackend._add_bias,
+    ir.AddPositionEmbedding: ReferenceBackend._add_position_embedding,
+    ir.GatherRows: ReferenceBackend._gather_rows,
+    ir.Scale: ReferenceBackend._scale,
+    ir.Softcap: ReferenceBackend._softcap,
+}
