@@ -5,4 +5,5 @@ NB_MODULE(_C, m) {
   m.doc() = "Native kernels and plan executor of tellin.";
   tellin::bind_runtime(m);
   tellin::bind_linear(m);
+  tellin::bind_sampler(m);
 }

@@ -1,0 +1,55 @@
+// Choice of the sampler's vector loops by what the processor and the operating system offer.
+#include <cstring>
+
+#include "tellin/sampling_kernels.h"
+
+namespace tellin {
+
+extern const SamplingKernels kSamplingPortable;
+#ifdef TELLIN_HAVE_AVX2
+extern const SamplingKernels kSamplingAvx2;
+#endif
+#ifdef TELLIN_HAVE_AVX512
+extern const SamplingKernels kSamplingAvx512;
+#endif
+#ifdef TELLIN_HAVE_NEON
+extern const SamplingKernels kSamplingNeon;
+#endif
+
+namespace {
+
+bool can_run(const SamplingKernels& table) {
+#if defined(__x86_64__)
+  if (std::strcmp(table.isa, "avx512") == 0) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+  }
+  if (std::strcmp(table.isa, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#endif
+  return table.isa != nullptr;
+}
+
+}  // namespace
+
+const SamplingKernels* sampling_kernels(const char* isa) {
+  // Best first.
+  static const SamplingKernels* const kTables[] = {
+#ifdef TELLIN_HAVE_AVX512
+      &kSamplingAvx512,
+#endif
+#ifdef TELLIN_HAVE_AVX2
+      &kSamplingAvx2,
+#endif
+#ifdef TELLIN_HAVE_NEON
+      &kSamplingNeon,
+#endif
+      &kSamplingPortable,
+  };
+  for (const SamplingKernels* table : kTables) {
+    if ((isa == nullptr || std::strcmp(isa, table->isa) == 0) && can_run(*table)) return table;
+  }
+  return nullptr;
+}
+
+}  // namespace tellin
