@@ -1,6 +1,7 @@
 // Choice of the sampler's vector loops by what the processor and the operating system offer.
 #include <cstring>
 
+#include "linear_core.h"
 #include "tellin/sampling_kernels.h"
 
 namespace tellin {
@@ -19,15 +20,11 @@ extern const SamplingKernels kSamplingNeon;
 namespace {
 
 bool can_run(const SamplingKernels& table) {
-#if defined(__x86_64__)
-  if (std::strcmp(table.isa, "avx512") == 0) {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
-  }
-  if (std::strcmp(table.isa, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#endif
-  return table.isa != nullptr;
+  [[maybe_unused]] const CpuFeatures features = cpu_features();
+  if (std::strcmp(table.isa, "avx512") == 0) return features.avx512;
+  if (std::strcmp(table.isa, "avx2") == 0) return features.avx2;
+  if (std::strcmp(table.isa, "neon") == 0) return features.neon;
+  return true;
 }
 
 }  // namespace
