@@ -1,0 +1,167 @@
+"""Makes tests/data/tiny_logits.npz: logits of every tiny model, computed by `transformers`.
+
+Run it with PyTorch and transformers installed, from the repository root:
+
+    PYTHONPATH=src:. python tests/data/make/make_tiny_logits.py
+
+Each case of `tests.models.tiny` is loaded into the `transformers` class of its architecture, in
+float32 with eager attention, and run over one prompt. Stored per case: logits (of an encoder:
+hidden states), and the rotary frequencies and attention factor of its (global) layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from tellin.loading.tensors import ModelHParams
+from tests.models.tiny import CASES, tiny_arrays, tiny_token_ids
+
+CLASSES = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": ("MistralConfig", "MistralForCausalLM"),
+    "gemma": ("GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM"),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "bert": ("BertConfig", "BertModel"),
+}
+ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
+BERT_NAMES = {
+    "embed_tokens": "embeddings.word_embeddings",
+    "embed_positions": "embeddings.position_embeddings",
+    "embed_token_types": "embeddings.token_type_embeddings",
+    "embed_layernorm": "embeddings.LayerNorm",
+    "layers.": "encoder.layer.",
+    "self_attn.q_proj": "attention.self.query",
+    "self_attn.k_proj": "attention.self.key",
+    "self_attn.v_proj": "attention.self.value",
+    "self_attn.o_proj": "attention.output.dense",
+    "post_attention_layernorm": "attention.output.LayerNorm",
+    "mlp.up_proj": "intermediate.dense",
+    "mlp.down_proj": "output.dense",
+    "post_feedforward_layernorm": "output.LayerNorm",
+}
+
+
+def rope_parameters(hp: ModelHParams) -> dict[str, object]:
+    scaling = hp.rope_scaling
+    values: dict[str, object] = {"rope_theta": hp.rope_theta, "rope_type": "default"}
+    if hp.rope_dim is not None:
+        values["partial_rotary_factor"] = hp.rope_dim / hp.head_dim
+    if scaling.kind == "none":
+        return values
+    values["rope_type"] = scaling.kind
+    if scaling.kind != "longrope":
+        values["factor"] = scaling.factor
+    if scaling.kind != "linear":
+        values["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if scaling.kind == "llama3":
+        values["low_freq_factor"] = scaling.low_freq_factor
+        values["high_freq_factor"] = scaling.high_freq_factor
+    if scaling.kind == "longrope":
+        values["short_factor"] = list(scaling.factors or ())
+        values["long_factor"] = list(scaling.long_factors or ())
+    return values
+
+
+def make_config(hp: ModelHParams) -> transformers.PretrainedConfig:
+    values: dict[str, object] = {
+        "vocab_size": hp.vocab_size,
+        "hidden_size": hp.hidden_size,
+        "intermediate_size": hp.intermediate_size,
+        "num_hidden_layers": hp.num_hidden_layers,
+        "num_attention_heads": hp.num_attention_heads,
+        "max_position_embeddings": hp.max_position_embeddings,
+        "hidden_act": ACTIVATIONS.get(hp.hidden_act, hp.hidden_act),
+        "tie_word_embeddings": hp.tie_word_embeddings,
+        "attn_implementation": "eager",
+        "pad_token_id": 0,
+    }
+    if hp.architecture == "bert":
+        values["layer_norm_eps"] = hp.norm_eps
+    else:
+        values |= {
+            "num_key_value_heads": hp.num_key_value_heads,
+            "head_dim": hp.head_dim,
+            "rms_norm_eps": hp.norm_eps,
+            "attention_bias": hp.attention_bias,
+            "rope_parameters": rope_parameters(hp),
+            "sliding_window": hp.sliding_window,
+        }
+    if hp.architecture == "llama":
+        values["mlp_bias"] = hp.mlp_bias
+    if hp.rope_scaling.kind == "longrope":
+        original = hp.rope_scaling.original_max_position_embeddings
+        values["original_max_position_embeddings"] = original
+    if hp.architecture.startswith("gemma"):
+        values["hidden_activation"] = values["hidden_act"]
+    if hp.sliding_window_pattern is not None:
+        values["layer_types"] = [
+            "full_attention" if (i + 1) % hp.sliding_window_pattern == 0 else "sliding_attention"
+            for i in range(hp.num_hidden_layers)
+        ]
+        values["query_pre_attn_scalar"] = round((hp.attention_scale or 1) ** -2)
+    if hp.architecture == "gemma2":
+        values["attn_logit_softcapping"] = hp.attn_logit_softcapping
+        values["final_logit_softcapping"] = hp.final_logit_softcapping
+    if hp.architecture == "gemma3":
+        values["rope_parameters"] = {
+            "full_attention": rope_parameters(hp),
+            "sliding_attention": {"rope_type": "default", "rope_theta": hp.rope_local_theta},
+        }
+    return getattr(transformers, CLASSES[hp.architecture][0])(**values)
+
+
+def state_dict(name: str, hp: ModelHParams) -> dict[str, torch.Tensor]:
+    state = {}
+    for tensor, values in tiny_arrays(name).items():
+        if hp.architecture == "bert":
+            for ours, theirs in BERT_NAMES.items():
+                tensor = tensor.replace(ours, theirs)
+        elif tensor != "lm_head.weight":
+            tensor = f"model.{tensor}"
+        state[tensor] = torch.from_numpy(values)
+    return state
+
+
+def run(name: str, hp: ModelHParams) -> dict[str, np.ndarray]:
+    model = getattr(transformers, CLASSES[hp.architecture][1])(make_config(hp)).eval()
+    state = state_dict(name, hp)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    wrong = [key for key in missing if "pooler" not in key]
+    if hp.tie_word_embeddings:
+        wrong = [key for key in wrong if key != "lm_head.weight"]
+    if wrong or unexpected:
+        raise SystemExit(f"{name}: missing {missing}, unexpected {unexpected}")
+    with torch.no_grad():
+        out = model(torch.from_numpy(tiny_token_ids().astype(np.int64))[None])
+    stored = {name: (out.last_hidden_state if hp.architecture == "bert" else out.logits)[0].numpy()}
+    if hp.architecture != "bert":
+        rotary = model.model.rotary_emb
+        prefix = "full_attention_" if hp.architecture == "gemma3" else ""
+        stored[f"{name}/inv_freq"] = getattr(rotary, f"{prefix}inv_freq").numpy()
+        stored[f"{name}/attention_factor"] = np.float64(
+            getattr(rotary, f"{prefix}attention_scaling")
+        )
+    return stored
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    stored: dict[str, np.ndarray] = {}
+    for name, hp in CASES.items():
+        stored |= run(name, hp)
+        print(name, stored[name].shape, "std", stored[name].std())
+    path = Path("tests/data/tiny_logits.npz")
+    np.savez_compressed(path, **stored)
+    print(f"{path}: {path.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Steps for a backend without a scheduler: requests as token lists, blocks handed out in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from tellin.kernels.batch import StepBatch
+
+
+@dataclass
+class Stepper:
+    """Keeps each request's length and block table, and turns work lists into steps.
+
+    ``backend`` has ``num_blocks`` cache blocks, of which block 0 is never used.
+    """
+
+    backend: Any
+    num_blocks: int = 64
+    lengths: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, list[int]] = field(default_factory=dict)
+    next_block: int = 1
+
+    def __post_init__(self) -> None:
+        self.backend.init_kv_cache(self.num_blocks)
+
+    def step(self, work: Sequence[tuple[str, Sequence[int]]]) -> list[np.ndarray]:
+        """Append tokens to requests; logits of every new token, one array per item of ``work``."""
+        size = self.backend.block_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        starts = [0]
+        for name, ids in work:
+            begin = self.lengths.get(name, 0)
+            tokens += ids
+            positions += range(begin, begin + len(ids))
+            starts.append(len(tokens))
+            self.lengths[name] = begin + len(ids)
+            table = self.blocks.setdefault(name, [])
+            while len(table) * size < self.lengths[name]:
+                table.append(self.next_block)
+                self.next_block += 1
+        names = [name for name, _ in work]
+        width = max(len(self.blocks[name]) for name in names)
+        table = np.zeros((len(work), width), dtype=np.int32)
+        for r, name in enumerate(names):
+            table[r, : len(self.blocks[name])] = self.blocks[name]
+        batch = StepBatch(
+            token_ids=np.array(tokens, dtype=np.int32),
+            positions=np.array(positions, dtype=np.int32),
+            query_start_loc=np.array(starts, dtype=np.int32),
+            seq_lens=np.array([self.lengths[name] for name in names], dtype=np.int32),
+            block_table=table,
+            logits_indices=np.arange(len(tokens), dtype=np.int32),
+        )
+        logits = np.array(self.backend.forward(batch))
+        return [logits[a:b] for a, b in pairwise(starts)]
+
+
+def logits_of(backend: Any, token_ids: Sequence[int]) -> np.ndarray:
+    """Logits ``[num_tokens, vocab_size]`` of one prompt in one step."""
+    return Stepper(backend).step([("only", [int(i) for i in token_ids])])[0]

@@ -1,0 +1,220 @@
+"""Tiny models of every architecture, with random weights made in memory in a millisecond.
+
+Weights come from NumPy's frozen `RandomState` stream, so the script that stores golden logits and
+the tests make the same ones. The module imports nothing that a machine with PyTorch may lack.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
+
+VOCAB_SIZE = 64
+NUM_TOKENS = 20
+"""More than twice the sliding window."""
+
+BASE = ModelHParams(
+    architecture="llama",
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=VOCAB_SIZE,
+    max_position_embeddings=128,
+    norm_eps=1e-5,
+)
+GEMMA = replace(
+    BASE,
+    hidden_act="gelu_tanh",
+    tie_word_embeddings=True,
+    embedding_scale=8.0,
+    norm_weight_offset=1.0,
+    norm_eps=1e-6,
+)
+SHORT_FACTORS = (1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.0)
+LONG_FACTORS = (1.0, 1.3, 1.9, 2.6, 3.7, 5.0, 7.0, 9.0)
+
+
+def _rope(kind: str, **values: object) -> ModelHParams:
+    return replace(BASE, rope_scaling=RopeScaling(kind, **values))  # type: ignore[arg-type]
+
+
+def _longrope(original: int) -> RopeScaling:
+    return RopeScaling(
+        "longrope",
+        original_max_position_embeddings=original,
+        factors=SHORT_FACTORS,
+        long_factors=LONG_FACTORS,
+    )
+
+
+CASES: Mapping[str, ModelHParams] = {
+    "llama": BASE,
+    "llama_tied": replace(BASE, tie_word_embeddings=True),
+    "llama_biases": replace(BASE, attention_bias=True, mlp_bias=True),
+    "llama_rope_linear": _rope("linear", factor=4.0),
+    "llama_rope_llama3": _rope(
+        "llama3", factor=8.0, original_max_position_embeddings=32, high_freq_factor=4.0
+    ),
+    "llama_rope_yarn": _rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    "mistral": replace(BASE, architecture="mistral", sliding_window=8),
+    "gemma": replace(GEMMA, architecture="gemma"),
+    "gemma2": replace(
+        GEMMA,
+        architecture="gemma2",
+        sliding_window=8,
+        sliding_window_pattern=2,
+        attention_scale=24**-0.5,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=3.0,
+    ),
+    "gemma3": replace(
+        GEMMA,
+        architecture="gemma3",
+        sliding_window=8,
+        sliding_window_pattern=3,
+        attention_scale=24**-0.5,
+        rope_theta=1000000.0,
+        rope_local_theta=10000.0,
+        rope_scaling=RopeScaling("linear", factor=2.0),
+    ),
+    "phi3": replace(BASE, architecture="phi3", sliding_window=8),
+    "phi3_longrope_short": replace(BASE, architecture="phi3", rope_scaling=_longrope(64)),
+    "phi3_longrope_long": replace(BASE, architecture="phi3", rope_scaling=_longrope(16)),
+    "phi3_partial": replace(BASE, architecture="phi3", rope_dim=12),
+    "qwen2": replace(BASE, architecture="qwen2"),
+    "qwen3": replace(BASE, architecture="qwen3", head_dim=32),
+    "bert": replace(
+        BASE,
+        architecture="bert",
+        num_key_value_heads=4,
+        hidden_act="gelu",
+        norm_eps=1e-12,
+        max_position_embeddings=40,
+    ),
+}
+MAX_MODEL_LEN: Mapping[str, int] = {"phi3_longrope_short": 64}
+
+
+@dataclass(frozen=True)
+class MemorySource:
+    """A model that lies in memory: what `build_plan` needs of a `ModelSource`."""
+
+    hparams: ModelHParams
+    tensors: dict[str, TensorRef]
+    path: Path = Path("tiny")
+
+
+def tensor_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
+    """Canonical name and shape of every tensor of an architecture."""
+    return _bert_shapes(hp) if hp.architecture == "bert" else _decoder_shapes(hp)
+
+
+def tiny_arrays(name: str) -> dict[str, np.ndarray]:
+    """Float32 weights of a case, by canonical name."""
+    hp = CASES[name]
+    random = np.random.RandomState(zlib.crc32(name.encode()))
+    arrays = {}
+    for tensor, shape in tensor_shapes(hp).items():
+        values = random.standard_normal(shape)
+        if "norm" in tensor and tensor.endswith(".weight"):
+            values = 1 - hp.norm_weight_offset + 0.2 * values
+        elif len(shape) == 2 and not tensor.startswith("embed"):
+            values = 1.3 * values / np.sqrt(shape[1])
+        arrays[tensor] = values.astype(np.float32)
+    return arrays
+
+
+def tiny_source(name: str) -> MemorySource:
+    """Case ``name`` as a source of float32 tensors."""
+    return memory_source(CASES[name], tiny_arrays(name))
+
+
+def memory_source(hparams: ModelHParams, arrays: Mapping[str, np.ndarray]) -> MemorySource:
+    """A source of float32 tensors."""
+    return MemorySource(hparams, {k: float_tensor(k, v) for k, v in arrays.items()})
+
+
+def float_tensor(name: str, values: np.ndarray) -> TensorRef:
+    """A float32 tensor over ``values``."""
+    data = np.ascontiguousarray(values, dtype=np.float32).reshape(-1).view(np.uint8)
+    return TensorRef(name, values.shape, QuantType.F32, data)
+
+
+def tiny_token_ids(num_tokens: int = NUM_TOKENS) -> np.ndarray:
+    """The prompt of the golden logits."""
+    return np.random.RandomState(7).randint(0, VOCAB_SIZE, num_tokens).astype(np.int32)
+
+
+def _decoder_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
+    hidden, inner = hp.hidden_size, hp.intermediate_size
+    q, kv = hp.num_attention_heads * hp.head_dim, hp.num_key_value_heads * hp.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (hp.vocab_size, hidden)}
+    for i in range(hp.num_hidden_layers):
+        attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
+        if hp.architecture == "phi3":
+            linears = {
+                f"{attention}.qkv_proj": (q + 2 * kv, hidden),
+                f"{attention}.o_proj": (hidden, q),
+                f"{mlp}.gate_up_proj": (2 * inner, hidden),
+                f"{mlp}.down_proj": (hidden, inner),
+            }
+        else:
+            linears = {
+                f"{attention}.q_proj": (q, hidden),
+                f"{attention}.k_proj": (kv, hidden),
+                f"{attention}.v_proj": (kv, hidden),
+                f"{attention}.o_proj": (hidden, q),
+                f"{mlp}.gate_proj": (inner, hidden),
+                f"{mlp}.up_proj": (inner, hidden),
+                f"{mlp}.down_proj": (hidden, inner),
+            }
+        biased = set()
+        if hp.attention_bias:
+            biased |= {f"{attention}.{p}_proj" for p in "qkvo"}
+        if hp.mlp_bias:
+            biased |= {f"{mlp}.{p}_proj" for p in ("gate", "up", "down")}
+        if hp.architecture == "qwen2":
+            biased |= {f"{attention}.{p}_proj" for p in "qkv"}
+        for name, shape in linears.items():
+            shapes[f"{name}.weight"] = shape
+            if name in biased:
+                shapes[f"{name}.bias"] = shape[:1]
+        norms = ["input_layernorm", "post_attention_layernorm"]
+        if hp.architecture in ("gemma2", "gemma3"):
+            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        shapes |= {f"layers.{i}.{norm}.weight": (hidden,) for norm in norms}
+        if hp.architecture in ("qwen3", "gemma3"):
+            shapes |= {f"{attention}.{p}_norm.weight": (hp.head_dim,) for p in "qk"}
+    shapes["norm.weight"] = (hidden,)
+    if not hp.tie_word_embeddings:
+        shapes["lm_head.weight"] = (hp.vocab_size, hidden)
+    return shapes
+
+
+def _bert_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
+    hidden, inner = hp.hidden_size, hp.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (hp.vocab_size, hidden),
+        "embed_positions.weight": (hp.max_position_embeddings, hidden),
+        "embed_token_types.weight": (2, hidden),
+    }
+    norms = ["embed_layernorm"]
+    for i in range(hp.num_hidden_layers):
+        linears = {f"self_attn.{p}_proj": (hidden, hidden) for p in "qkvo"}
+        linears |= {"mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
+        for name, shape in linears.items():
+            shapes[f"layers.{i}.{name}.weight"] = shape
+            shapes[f"layers.{i}.{name}.bias"] = shape[:1]
+        norms += [f"layers.{i}.post_attention_layernorm", f"layers.{i}.post_feedforward_layernorm"]
+    for norm in norms:
+        shapes |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
+    return shapes
