@@ -6,6 +6,7 @@ turns it is stopped (SIGSTOP), so that no idle engine's threads can disturb anot
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -60,10 +61,8 @@ class EngineSpec:
 
     def environment(self) -> dict[str, str]:
         # The drivers import `benchmarks` from the working directory and nothing else from here.
-        environment = {
-            k: v for k, v in os.environ.items() if k not in {"PYTHONPATH", "VIRTUAL_ENV"}
-        }
-        return environment | dict(self.extra_env)
+        ours = {"PYTHONPATH", "VIRTUAL_ENV"}
+        return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 class Engine:
@@ -109,7 +108,8 @@ class Engine:
     def close(self) -> None:
         """End the process and all it started."""
         self._signal(signal.SIGCONT)
-        _pipe(self._process.stdin).close()
+        with contextlib.suppress(BrokenPipeError):
+            _pipe(self._process.stdin).close()
         try:
             self._process.wait(timeout=20)
         except subprocess.TimeoutExpired:
