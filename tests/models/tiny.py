@@ -160,23 +160,15 @@ def _decoder_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (hp.vocab_size, hidden)}
     for i in range(hp.num_hidden_layers):
         attention, mlp = f"layers.{i}.self_attn", f"layers.{i}.mlp"
-        if hp.architecture == "phi3":
-            linears = {
-                f"{attention}.qkv_proj": (q + 2 * kv, hidden),
-                f"{attention}.o_proj": (hidden, q),
-                f"{mlp}.gate_up_proj": (2 * inner, hidden),
-                f"{mlp}.down_proj": (hidden, inner),
-            }
-        else:
-            linears = {
-                f"{attention}.q_proj": (q, hidden),
-                f"{attention}.k_proj": (kv, hidden),
-                f"{attention}.v_proj": (kv, hidden),
-                f"{attention}.o_proj": (hidden, q),
-                f"{mlp}.gate_proj": (inner, hidden),
-                f"{mlp}.up_proj": (inner, hidden),
-                f"{mlp}.down_proj": (hidden, inner),
-            }
+        linears = {
+            f"{attention}.q_proj": (q, hidden),
+            f"{attention}.k_proj": (kv, hidden),
+            f"{attention}.v_proj": (kv, hidden),
+            f"{attention}.o_proj": (hidden, q),
+            f"{mlp}.gate_proj": (inner, hidden),
+            f"{mlp}.up_proj": (inner, hidden),
+            f"{mlp}.down_proj": (hidden, inner),
+        }
         biased = set()
         if hp.attention_bias:
             biased |= {f"{attention}.{p}_proj" for p in "qkvo"}

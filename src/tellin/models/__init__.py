@@ -21,7 +21,7 @@ _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "llama": "llama",
     "mistral": "llama",
-    "phi3": "phi3",
+    "phi3": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
 }

@@ -47,6 +47,10 @@ BERT_NAMES = {
     "mlp.down_proj": "output.dense",
     "post_feedforward_layernorm": "output.LayerNorm",
 }
+PHI3_FUSED = {
+    "self_attn.qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "mlp.gate_up_proj": ("gate_proj", "up_proj"),
+}
 
 
 def rope_parameters(hp: ModelHParams) -> dict[str, object]:
@@ -127,6 +131,12 @@ def state_dict(name: str, hp: ModelHParams) -> dict[str, torch.Tensor]:
         elif tensor != "lm_head.weight":
             tensor = f"model.{tensor}"
         state[tensor] = torch.from_numpy(values)
+    if hp.architecture == "phi3":
+        for i in range(hp.num_hidden_layers):
+            for fused, parts in PHI3_FUSED.items():
+                prefix, name = f"model.layers.{i}.{fused}".rsplit(".", 1)
+                matrices = [state.pop(f"{prefix}.{part}.weight") for part in parts]
+                state[f"{prefix}.{name}.weight"] = torch.cat(matrices)
     return state
 
 

@@ -131,25 +131,14 @@ class PlanBuilder:
 
     # ---- linear ------------------------------------------------------------------------------
 
-    def linear(
-        self,
-        x: Buffer,
-        name: str,
-        *,
-        rows: tuple[int, int] | None = None,
-        bias: bool | None = None,
-    ) -> Buffer:
-        """Linear layer; ``rows`` takes output features ``[start, stop)`` of a fused weight.
-
-        ``bias``: True = must be there, False = none, None = used if the model has it.
-        """
-        weight = self._matrix(f"{name}.weight", x.width, rows)
+    def linear(self, x: Buffer, name: str, *, bias: bool | None = None) -> Buffer:
+        """Linear layer. ``bias``: True = required, False = none, None = if the model has it."""
+        weight = self._matrix(f"{name}.weight", x.width)
         bias_name = f"{name}.bias"
         bias_tensor = None
         if bias or (bias is None and self.has(bias_name)):
-            bias_tensor = self._vector(bias_name, weight.shape[0], rows)
-        label = name if rows is None else f"{name}[{rows[0]}:{rows[1]}]"
-        out = self._buffer(weight.shape[0], x.rows, label)
+            bias_tensor = self._vector(bias_name, weight.shape[0])
+        out = self._buffer(weight.shape[0], x.rows, name)
         self._ops.append(ir.Linear(x, weight, bias_tensor, out))
         return out
 
@@ -306,14 +295,14 @@ class PlanBuilder:
         self._buffers.append(buffer)
         return buffer
 
-    def _matrix(self, name: str, width: int, rows: tuple[int, int] | None = None) -> TensorRef:
-        tensor = self.weight(name, rows)
+    def _matrix(self, name: str, width: int) -> TensorRef:
+        tensor = self.weight(name)
         if len(tensor.shape) != 2 or tensor.shape[1] != width:
             raise self._shape_error(tensor, f"(n, {width})")
         return tensor
 
-    def _vector(self, name: str, width: int, rows: tuple[int, int] | None = None) -> TensorRef:
-        tensor = self.weight(name, rows)
+    def _vector(self, name: str, width: int) -> TensorRef:
+        tensor = self.weight(name)
         if tensor.shape != (width,):
             raise self._shape_error(tensor, f"({width},)")
         return tensor
