@@ -1,4 +1,4 @@
-"""``python -m benchmarks COMMAND``: compare, ceilings, diff, and the commands of other modules."""
+"""``python -m benchmarks COMMAND``: compare, ceilings, scheduler, diff."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks import ceilings, compare, diff
+from benchmarks import ceilings, compare, diff, scheduler_cost
 
 
 def main() -> int:
@@ -19,12 +19,16 @@ def main() -> int:
     one = commands.add_parser("ceilings", help="what this machine could do at best")
     one.add_argument("--cache", type=Path, help="where to build (default: TELLIN_HOME/bench)")
     one.add_argument("--threads", type=int)
+    commands.add_parser("scheduler", help="cost per step as requests grow in number")
     two = commands.add_parser("diff", help="two result files of compare, case by case")
     two.add_argument("before", type=Path)
     two.add_argument("after", type=Path)
     args = parser.parse_args()
     if args.command == "compare":
         return compare.run(args)
+    if args.command == "scheduler":
+        print(scheduler_cost.run())
+        return 0
     if args.command == "diff":
         print(diff.table(args.before, args.after))
         return 0
