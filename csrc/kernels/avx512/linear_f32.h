@@ -1,0 +1,176 @@
+// AVX-512: packed weights x float32 activations.
+//
+// A chunk of kPanelK features of two groups is expanded to float32 in L1, then tiles of tokens run an outer product
+// over it. A value is one chain of fused multiply-adds over the features in order, whatever the tile.
+#pragma once
+#include "codes.h"
+#include "tellin/linear.h"
+
+namespace tellin {
+namespace {
+
+constexpr int kPanelK = 128;       // 32 rows x 128 features x 4 bytes = 16 KiB, a third of L1
+constexpr int kFloatTile = 12;     // 2 x 12 accumulators
+constexpr int kFloatTokens = 192;  // tokens that share an expanded panel
+
+template <int kBits, int kQuad>
+TELLIN_INLINE void expand_quad(const uint8_t* codes, __m512i zero, __m512 scale, __m512 minimum, bool has_min,
+                               float* panel, int stride) {
+  const __m512i quad = load_quad<kBits, kQuad>(codes);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i code = _mm512_and_si512(_mm512_srli_epi32(quad, 8 * i), _mm512_set1_epi32(255));
+    const __m512 value = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, zero));
+    const __m512 weight = has_min ? _mm512_fmadd_ps(value, scale, minimum) : _mm512_mul_ps(value, scale);
+    _mm512_store_ps(panel + (4 * kQuad + i) * stride, weight);
+  }
+}
+
+template <QuantType T, int kQuad>
+TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows], const float (*minimum)[kRows],
+                                float* panel, int stride) {
+  constexpr PackedFormat kFormat = format_of(T);
+  if constexpr (kQuad < 8) {
+    constexpr int kSum = kFormat.per16() ? kQuad / 4 : 0;
+    const __m512 low = kFormat.has_min ? _mm512_load_ps(minimum[kSum]) : _mm512_setzero_ps();
+    expand_quad<kFormat.bits, kQuad>(codes, _mm512_set1_epi32(kFormat.zero_point()), _mm512_load_ps(scale[kSum]), low,
+                                     kFormat.has_min, panel, stride);
+    expand_quads<T, kQuad + 1>(codes, scale, minimum, panel, stride);
+  }
+}
+
+// Features [k0, k0 + count) of a group to panel[feature * stride + row]; k0 is a multiple of kPanelK.
+template <QuantType T>
+void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel, int stride) {
+  constexpr PackedFormat kFormat = format_of(T);
+  if constexpr (kFormat.is_quantized()) {
+    constexpr int kSums = kFormat.per16() ? 2 : 1;
+    alignas(64) float scale[16][kRows], minimum[16][kRows];
+    for (int done = 0; done < count;) {
+      const int64_t k = k0 + done;
+      const uint8_t* super_block = group + k / kFormat.super_k() * kFormat.super_bytes();
+      expand_scales<T>(super_block, kRows, scale[0], minimum[0]);
+      const int first = static_cast<int>(k % kFormat.super_k()) / kBlockK;
+      for (int b = first; b < kFormat.blocks() && done < count; ++b, done += kBlockK) {
+        expand_quads<T, 0>(super_block + kFormat.header_bytes() + b * kFormat.block_bytes(), scale + b * kSums,
+                           minimum + b * kSums, panel + done * stride, stride);
+      }
+    }
+  } else if constexpr (T == QuantType::F32) {
+    const auto* p = reinterpret_cast<const float*>(group) + k0 * kRows;
+    for (int i = 0; i < count; ++i) _mm512_store_ps(panel + i * stride, _mm512_loadu_ps(p + i * kRows));
+  } else if constexpr (T == QuantType::F16) {
+    const auto* p = reinterpret_cast<const uint16_t*>(group) + k0 * kRows;
+    for (int i = 0; i < count; ++i) _mm512_store_ps(panel + i * stride, half_to_float16(p + i * kRows));
+  } else {
+    const auto* p = reinterpret_cast<const uint16_t*>(group) + k0 * kRows;
+    for (int i = 0; i < count; i += 2) {
+      const __m512i pair = _mm512_loadu_si512(p + i * kRows);
+      _mm512_store_ps(panel + i * stride, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
+      const __m512i odd = _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+      _mm512_store_ps(panel + (i + 1) * stride, _mm512_castsi512_ps(odd));
+    }
+  }
+}
+
+template <int kGroups, int kTokens>
+__attribute__((noinline)) void run_float_tile(const float* panel, int count, const float* x, int64_t ldx, bool is_first,
+                                              float* acc_io) {
+  __m512 acc[kGroups][kTokens];
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) {
+      acc[g][t] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(acc_io + (t * kGroups + g) * kRows);
+    }
+  }
+  for (int i = 0; i < count; ++i) {
+    __m512 w[kGroups];
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) w[g] = _mm512_load_ps(panel + (i * kGroups + g) * kRows);
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) {
+      const __m512 y = _mm512_set1_ps(x[t * ldx + i]);
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroups; ++g) acc[g][t] = _mm512_fmadd_ps(w[g], y, acc[g][t]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) _mm512_store_ps(acc_io + (t * kGroups + g) * kRows, acc[g][t]);
+  }
+}
+
+template <int kGroups>
+void run_float_tile_of(int tokens, const float* panel, int count, const float* x, int64_t ldx, bool is_first,
+                       float* acc) {
+  switch (tokens) {
+#define TELLIN_TILE(n) \
+  case n:              \
+    return run_float_tile<kGroups, n>(panel, count, x, ldx, is_first, acc);
+    TELLIN_TILE(1)
+    TELLIN_TILE(2)
+    TELLIN_TILE(3)
+    TELLIN_TILE(4)
+    TELLIN_TILE(5)
+    TELLIN_TILE(6)
+    TELLIN_TILE(7)
+    TELLIN_TILE(8)
+    TELLIN_TILE(9)
+    TELLIN_TILE(10)
+    TELLIN_TILE(11)
+    TELLIN_TILE(12)
+#undef TELLIN_TILE
+  }
+}
+
+struct FloatProblem {
+  const PackedMatrix& w;
+  const float* x;
+  int64_t ldx;
+  float* out;
+  int64_t ldo;
+};
+
+template <QuantType T, int kGroups>
+void run_float_groups(const FloatProblem& p, int64_t m0, int tokens, int64_t g0) {
+  alignas(64) float acc[kFloatTokens * kGroups * kRows];
+  alignas(64) float panel[kPanelK * kGroups * kRows];
+  const int num_tiles = (tokens + kFloatTile - 1) / kFloatTile;
+  for (int64_t k0 = 0; k0 < p.w.k; k0 += kPanelK) {
+    const int count = static_cast<int>(p.w.k - k0 < kPanelK ? p.w.k - k0 : kPanelK);
+    for (int g = 0; g < kGroups; ++g) {
+      expand_panel<T>(p.w.data + (g0 + g) * p.w.group_bytes, k0, count, panel + g * kRows, kGroups * kRows);
+    }
+    for (int i = 0; i < num_tiles; ++i) {
+      const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
+      run_float_tile_of<kGroups>(t1 - t0, panel, count, p.x + (m0 + t0) * p.ldx + k0, p.ldx, k0 == 0,
+                                 acc + t0 * kGroups * kRows);
+    }
+  }
+  for (int t = 0; t < tokens; ++t) {
+    for (int g = 0; g < kGroups; ++g) {
+      const int64_t column = (g0 + g) * kRows;
+      const int64_t left = p.w.n - column;
+      const auto mask = static_cast<__mmask16>(left >= kRows ? 0xffff : (1 << left) - 1);
+      _mm512_mask_storeu_ps(p.out + (m0 + t) * p.ldo + column, mask, _mm512_load_ps(acc + (t * kGroups + g) * kRows));
+    }
+  }
+}
+
+template <QuantType T>
+void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
+                float* out, int64_t ldo) {
+  const FloatProblem problem = {w, x, ldx, out, ldo};
+  const int64_t num_passes = (m1 - m0 + kFloatTokens - 1) / kFloatTokens;
+  for (int64_t i = 0; i < num_passes; ++i) {
+    const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
+    int64_t g = g0;
+    for (; g + 2 <= g1; g += 2) run_float_groups<T, 2>(problem, begin, static_cast<int>(end - begin), g);
+    if (g < g1) run_float_groups<T, 1>(problem, begin, static_cast<int>(end - begin), g);
+  }
+}
+
+}  // namespace
+}  // namespace tellin

@@ -1,0 +1,268 @@
+// AVX-512 VNNI: packed codes x int8 activations.
+//
+// Work is cut into chunks of 256 features of kGroups groups (16 rows each): scales are expanded once per chunk,
+// then every tile of tokens runs over the chunk with its float accumulators parked in L1 between chunks. So a
+// chunk of codes is read from memory once and stays in L1 for all tokens, and memory streams while tiles compute.
+//
+// A value is, for each block of 32 features in order: t = float(int32 sum) * scale (per 16: a second product fused
+// on); acc = fma(t, activation scale, acc); acc = fma(minimum, scaled activation sum, acc). Nothing in it depends on
+// the tile, so rows are equal bit for bit whatever else is computed.
+#pragma once
+#include "codes.h"
+#include "tellin/linear.h"
+
+namespace tellin {
+namespace {
+
+constexpr int kChunkBlocks = 8;       // 256 features
+constexpr int kMaxTile = 6;           // tokens of a tile: 2 x 6 integer and 2 x 6 float accumulators fill 32 registers
+constexpr int kMaxTokens = 192;       // tokens that share a pass over the weights: 24 KiB of accumulators
+constexpr int kPrefetchBytes = 2048;  // how far ahead of its reads a group's stream is fetched
+
+// Expanded scales of one chunk, [sum][group][16].
+struct ChunkScales {
+  alignas(64) float scale[2 * kChunkBlocks][4][kRows];
+  alignas(64) float minimum[2 * kChunkBlocks][4][kRows];
+};
+
+TELLIN_INLINE __m512i broadcast_word(const void* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return _mm512_set1_epi32(word);
+}
+
+TELLIN_INLINE __m512 broadcast_float(const float* p) { return _mm512_set1_ps(*p); }
+
+// Adds quad kQuad of a block's codes to the integer sums.
+template <QuantType T, int kQuad, int kGroups, int kTokens>
+TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const uint8_t* x, int64_t row_bytes,
+                            __m512i (&sum)[kGroups][kTokens]) {
+  __m512i w[kGroups];
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; ++g) w[g] = load_quad<format_of(T).bits, kQuad>(codes + g * group_bytes);
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+    const __m512i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_dpbusd_epi32(sum[g][t], w[g], y);
+  }
+}
+
+// Integer sums start at minus zero point x sum of the activations.
+template <QuantType T, int kGroups, int kTokens>
+TELLIN_INLINE void begin_sums(const uint8_t* x, int64_t row_bytes, int half, __m512i (&sum)[kGroups][kTokens]) {
+  constexpr PackedFormat kFormat = format_of(T);
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+    __m512i start = _mm512_setzero_si512();
+    if constexpr (kFormat.zero_point_log2 >= 0) {
+      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+      start = broadcast_word(&block->neg_sums[half]);
+      if constexpr (!kFormat.per16()) start = _mm512_add_epi32(start, broadcast_word(&block->neg_sums[1]));
+      start = _mm512_slli_epi32(start, kFormat.zero_point_log2);
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) sum[g][t] = start;
+  }
+}
+
+// One 32-feature block: acc[group][token] += scaled integer sums (and minima).
+template <QuantType T, int kGroups, int kTokens>
+TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const uint8_t* x, int64_t row_bytes,
+                             const float (*scale)[4][kRows], const float (*minimum)[4][kRows],
+                             __m512 (&acc)[kGroups][kTokens]) {
+  constexpr PackedFormat kFormat = format_of(T);
+  __m512i sum[kGroups][kTokens];
+  begin_sums<T>(x, row_bytes, 0, sum);
+  if constexpr (!kFormat.per16()) {
+    add_quad<T, 0>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 4>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 1>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 5>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 2>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 6>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 3>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 7>(codes, group_bytes, x, row_bytes, sum);
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) {
+        const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
+        acc[g][t] = _mm512_fmadd_ps(product, broadcast_float(&block->scale), acc[g][t]);
+        if constexpr (kFormat.has_min) {
+          acc[g][t] = _mm512_fmadd_ps(_mm512_load_ps(minimum[0][g]), broadcast_float(&block->scaled_sum), acc[g][t]);
+        }
+      }
+    }
+  } else {
+    add_quad<T, 0>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 1>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 2>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 3>(codes, group_bytes, x, row_bytes, sum);
+    __m512 product[kGroups][kTokens];
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) {
+        product[g][t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
+      }
+    }
+    begin_sums<T>(x, row_bytes, 1, sum);
+    add_quad<T, 4>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 5>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 6>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 7>(codes, group_bytes, x, row_bytes, sum);
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) {
+        __m512 p = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[1][g]), product[g][t]);
+        if constexpr (kFormat.has_min) {
+          p = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(block->neg_sums[0])), _mm512_load_ps(minimum[0][g]), p);
+          p = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(block->neg_sums[1])), _mm512_load_ps(minimum[1][g]), p);
+        }
+        acc[g][t] = _mm512_fmadd_ps(p, broadcast_float(&block->scale), acc[g][t]);
+      }
+    }
+  }
+}
+
+// Runs a tile over `num_supers` super-blocks of a chunk. acc: [kTokens][kGroups][16], 64-byte aligned.
+template <QuantType T, int kGroups, int kTokens, bool kPrefetch>
+__attribute__((noinline)) void run_tile(const uint8_t* w, size_t group_bytes, int num_supers, const uint8_t* x,
+                                        int64_t row_bytes, const ChunkScales& scales, bool is_first, float* acc_io) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kSums = kFormat.per16() ? 2 : 1;
+  __m512 acc[kGroups][kTokens];
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      acc[g][t] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(acc_io + (t * kGroups + g) * kRows);
+    }
+  }
+  const float(*scale)[4][kRows] = scales.scale;
+  const float(*minimum)[4][kRows] = scales.minimum;
+  for (int s = 0; s < num_supers; ++s) {
+    const uint8_t* codes = w + kFormat.header_bytes();
+    for (int b = 0; b < kFormat.blocks(); ++b) {
+      if constexpr (kPrefetch) {
+        constexpr int kLines = (kFormat.super_bytes() / kFormat.blocks() + 63) / 64;
+#pragma GCC unroll 4
+        for (int g = 0; g < kGroups; ++g) {
+#pragma GCC unroll 10
+          for (int i = 0; i < kLines; ++i) __builtin_prefetch(codes + g * group_bytes + kPrefetchBytes + 64 * i, 0, 3);
+        }
+      }
+      add_block<T>(codes, group_bytes, x, row_bytes, scale, minimum, acc);
+      codes += kFormat.block_bytes();
+      x += sizeof(ActBlock);
+      scale += kSums;
+      minimum += kSums;
+    }
+    w += kFormat.super_bytes();
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) _mm512_store_ps(acc_io + (t * kGroups + g) * kRows, acc[g][t]);
+  }
+}
+
+template <QuantType T, int kGroups, bool kPrefetch>
+void run_tile_of(int tokens, const uint8_t* w, size_t group_bytes, int num_supers, const uint8_t* x,
+                 int64_t row_bytes, const ChunkScales& scales, bool is_first, float* acc) {
+#define TELLIN_TILE(n) \
+  case n:              \
+    return run_tile<T, kGroups, n, kPrefetch>(w, group_bytes, num_supers, x, row_bytes, scales, is_first, acc);
+  if constexpr (kGroups == 4) {
+    switch (tokens) {
+      TELLIN_TILE(1)
+      TELLIN_TILE(2)
+    }
+  } else {
+    switch (tokens) {
+      TELLIN_TILE(1)
+      TELLIN_TILE(2)
+      TELLIN_TILE(3)
+      TELLIN_TILE(4)
+      TELLIN_TILE(5)
+      TELLIN_TILE(6)
+    }
+  }
+#undef TELLIN_TILE
+}
+
+struct Int8Problem {
+  const PackedMatrix& w;
+  const QuantizedRows& x;
+  float* out;
+  int64_t ldo;
+};
+
+// Tokens [m0, m0 + tokens) x groups [g, g + kGroups), tokens <= kMaxTokens.
+template <QuantType T, int kGroups>
+void run_groups(const Int8Problem& p, int64_t m0, int tokens, int64_t g0) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kChunkSupers = kChunkBlocks / kFormat.blocks();
+  constexpr int kSums = kFormat.per16() ? 2 : 1;
+  alignas(64) float acc[kMaxTokens * kGroups * kRows];
+  ChunkScales scales;
+  const size_t group_bytes = p.w.group_bytes;
+  const int64_t num_supers = static_cast<int64_t>(group_bytes / kFormat.super_bytes());
+  const int num_tiles = (tokens + kMaxTile - 1) / kMaxTile;
+  const uint8_t* w = p.w.data + g0 * group_bytes;
+  const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
+  for (int64_t s0 = 0; s0 < num_supers; s0 += kChunkSupers) {
+    const int chunk = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
+    for (int g = 0; g < kGroups; ++g) {
+      for (int s = 0; s < chunk; ++s) {
+        const int at = s * kFormat.blocks() * kSums;
+        expand_scales<T>(w + g * group_bytes + s * kFormat.super_bytes(), 4 * kRows, scales.scale[at][g],
+                         scales.minimum[at][g]);
+      }
+    }
+    for (int i = 0; i < num_tiles; ++i) {
+      const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
+      const uint8_t* rows = x + t0 * p.x.row_bytes;
+      float* tile_acc = acc + t0 * kGroups * kRows;
+      if (i == 0) {
+        run_tile_of<T, kGroups, true>(t1 - t0, w, group_bytes, chunk, rows, p.x.row_bytes, scales, s0 == 0, tile_acc);
+      } else {
+        run_tile_of<T, kGroups, false>(t1 - t0, w, group_bytes, chunk, rows, p.x.row_bytes, scales, s0 == 0, tile_acc);
+      }
+    }
+    w += chunk * kFormat.super_bytes();
+    x += chunk * kFormat.blocks() * sizeof(ActBlock);
+  }
+  for (int t = 0; t < tokens; ++t) {
+    for (int g = 0; g < kGroups; ++g) {
+      const int64_t column = (g0 + g) * kRows;
+      const int64_t left = p.w.n - column;
+      const auto mask = static_cast<__mmask16>(left >= kRows ? 0xffff : (1 << left) - 1);
+      _mm512_mask_storeu_ps(p.out + (m0 + t) * p.ldo + column, mask, _mm512_load_ps(acc + (t * kGroups + g) * kRows));
+    }
+  }
+}
+
+template <QuantType T>
+void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
+                 float* out, int64_t ldo) {
+  const Int8Problem problem = {w, x, out, ldo};
+  const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
+  for (int64_t i = 0; i < num_passes; ++i) {
+    const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
+    const int tokens = static_cast<int>(end - begin);
+    int64_t g = g0;
+    if (tokens <= 2) {
+      for (; g + 4 <= g1; g += 4) run_groups<T, 4>(problem, begin, tokens, g);
+    }
+    for (; g + 2 <= g1; g += 2) run_groups<T, 2>(problem, begin, tokens, g);
+    if (g < g1) run_groups<T, 1>(problem, begin, tokens, g);
+  }
+}
+
+}  // namespace
+}  // namespace tellin
