@@ -1,0 +1,43 @@
+"""Models as they lie on disk: files, names, hyperparameters, tokenizers, the model store.
+
+Knows file formats and no kernels. `open_model` and `resolve_model` are the two ways in. Names are
+loaded on first use, so that importing `tellin.loading` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tellin.loading.model_metadata import ModelMetadata
+    from tellin.loading.model_source import ModelSource, open_metadata, open_model
+    from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
+
+_MODULES = {
+    "ModelHParams": "tensors",
+    "ModelMetadata": "model_metadata",
+    "ModelSource": "model_source",
+    "QuantType": "tensors",
+    "RopeScaling": "tensors",
+    "TensorRef": "tensors",
+    "open_metadata": "model_source",
+    "open_model": "model_source",
+}
+
+__all__ = [
+    "ModelHParams",
+    "ModelMetadata",
+    "ModelSource",
+    "QuantType",
+    "RopeScaling",
+    "TensorRef",
+    "open_metadata",
+    "open_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'tellin.loading' has no attribute {name!r}")
+    return getattr(import_module(f"tellin.loading.{_MODULES[name]}"), name)

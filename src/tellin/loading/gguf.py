@@ -23,6 +23,7 @@ import numpy.typing as npt
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.mapped_file import MappedFile
 from tellin.loading.tensors import QuantType, TensorRef
+from tellin.loading.typed_mapping import TypedMapping
 
 MAGIC = b"GGUF"
 DEFAULT_ALIGNMENT = 32
@@ -153,89 +154,16 @@ class StringArray(Sequence[str]):
 
     def _find_offsets(self) -> npt.NDArray[np.int64]:
         buffer, unpack, position = self._buffer, struct.Struct("<Q").unpack_from, self._start
-        offsets = np.empty(self._count, dtype=np.int64)
-        for index in range(self._count):
-            offsets[index] = position
+        offsets: list[int] = []
+        append = offsets.append
+        for _ in range(self._count):
+            append(position)
             position += 8 + unpack(buffer, position)[0]
-        return offsets
+        return np.array(offsets, dtype=np.int64)
 
 
 Value = bool | int | float | str | npt.NDArray[Any] | StringArray | list[Any]
 """Arrays of numbers are read-only NumPy views (bool arrays too); arrays of arrays are lists."""
-
-
-class Metadata(Mapping[str, Value]):
-    """A file's key-value pairs, in file order, with getters that check types.
-
-    The getters raise `ModelLoadError` naming file and key when a key has the wrong type, or is
-    missing and no default is given.
-    """
-
-    def __init__(self, path: Path, values: dict[str, Value]) -> None:
-        self._path = path
-        self._values = values
-
-    def __getitem__(self, key: str) -> Value:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def get_int(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default, "an integer")
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self._wrong_type(key, value, "an integer")
-        return value
-
-    def get_float(self, key: str, default: float | None = None) -> float:
-        """A finite number; integers are accepted."""
-        value = self._get(key, default, "a number")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._wrong_type(key, value, "a number")
-        if not math.isfinite(value):
-            raise ModelLoadError(
-                f"{self._path}: metadata key {key!r} is {value}, not a finite number"
-            )
-        return float(value)
-
-    def get_bool(self, key: str, default: bool | None = None) -> bool:
-        value = self._get(key, default, "a boolean")
-        if not isinstance(value, bool):
-            raise self._wrong_type(key, value, "a boolean")
-        return value
-
-    def get_str(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default, "a string")
-        if not isinstance(value, str):
-            raise self._wrong_type(key, value, "a string")
-        return value
-
-    def get_strings(self, key: str) -> StringArray:
-        value = self._get(key, None, "an array of strings")
-        if not isinstance(value, StringArray):
-            raise self._wrong_type(key, value, "an array of strings")
-        return value
-
-    def get_numbers(self, key: str) -> npt.NDArray[Any]:
-        value = self._get(key, None, "an array of numbers")
-        if not isinstance(value, np.ndarray):
-            raise self._wrong_type(key, value, "an array of numbers")
-        return value
-
-    def _get(self, key: str, default: Value | None, expected: str) -> Value:
-        value = self._values.get(key, default)
-        if value is None:
-            raise ModelLoadError(f"{self._path}: metadata key {key!r} ({expected}) is missing")
-        return value
-
-    def _wrong_type(self, key: str, value: Value, expected: str) -> ModelLoadError:
-        name = {StringArray: "an array of strings", np.ndarray: "an array of numbers"}.get(
-            type(value), f"a {type(value).__name__}"
-        )
-        return ModelLoadError(f"{self._path}: metadata key {key!r} is {name}, expected {expected}")
 
 
 class GGUFFile:
@@ -253,7 +181,7 @@ class GGUFFile:
         try:
             parser = _Parser(self._file)
             self.version = parser.version
-            self.metadata = Metadata(path, parser.read_metadata())
+            self.metadata = TypedMapping(path, parser.read_metadata())
             self.alignment = self._read_alignment()
             self.tensors: dict[str, TensorRef] = (
                 parser.read_tensors(self.alignment) if read_tensors else {}
@@ -513,6 +441,12 @@ def open_gguf(path: Path, *, read_tensors: bool = True) -> list[GGUFFile]:
             part.close()
         raise
     return files
+
+
+def is_later_part(path: Path) -> bool:
+    """Whether a file is named as part 2 or later of a split model."""
+    match = _SPLIT_NAME.match(path.name)
+    return match is not None and int(match["number"]) > 1
 
 
 def _split_paths(path: Path, count: int) -> Iterator[Path]:

@@ -1,6 +1,7 @@
 """Weights as they lie in a file: names, shapes, storage types, bytes. Nothing is converted here.
 
-`QuantType` numbers are GGUF's tensor type numbers (source: GGUF specification, ggml type enumeration).
+`QuantType` numbers are GGUF's tensor type numbers (source: GGUF specification, ggml type
+enumeration).
 """
 
 from __future__ import annotations
@@ -62,9 +63,9 @@ BLOCK_SIZES: Mapping[QuantType, tuple[int, int]] = {
 class TensorRef:
     """A tensor inside a memory-mapped file; compared and hashed by identity.
 
-    ``shape`` is row-major, as in PyTorch: a linear layer's weight is ``(out_features, in_features)``.
-    ``data`` is a read-only uint8 view ``[num_bytes]`` of the map; rows are contiguous, each a whole number
-    of blocks of ``quant_type``.
+    ``shape`` is row-major, as in PyTorch: a linear layer's weight is ``(out_features,
+    in_features)``. ``data`` is a read-only uint8 view ``[num_bytes]`` of the map; rows are
+    contiguous, each a whole number of blocks of ``quant_type``.
     """
 
     name: str
@@ -82,7 +83,10 @@ class TensorRef:
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Rotary embedding scaling. ``kind``: none, linear, llama3, yarn or longrope (``factors`` given)."""
+    """Rotary embedding scaling.
+
+    ``kind``: none (with ``factors``: divide by them), linear, llama3, yarn or longrope.
+    """
 
     kind: str = "none"
     factor: float = 1.0
@@ -93,14 +97,14 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     factors: tuple[float, ...] | None = None
-    """Per-frequency divisors shipped with the model (GGUF ``rope_freqs``; longrope: the short ones)."""
+    """Divisors per frequency that come with the model (GGUF ``rope_freqs``; longrope: short)."""
     long_factors: tuple[float, ...] | None = None
-    """longrope only: divisors used when the context exceeds ``original_max_position_embeddings``."""
+    """longrope only: divisors for contexts beyond ``original_max_position_embeddings``."""
 
 
 @dataclass(frozen=True)
 class ModelHParams:
-    """An architecture's dimensions, whatever file format they came from (names: Hugging Face configs)."""
+    """A model's dimensions, whatever file format they came from (names: Hugging Face configs)."""
 
     architecture: str
     hidden_size: int

@@ -1,0 +1,232 @@
+"""Hyperparameters from GGUF metadata.
+
+GGUF names a model's keys after its architecture (``llama.block_count``). What the keys leave out is
+the converter's convention and is written down here: which families have their q/k rows permuted for
+interleaved rotation, Gemma's layer pattern, activations.
+
+Source: GGUF specification, "Standardized key-value pairs"; conventions of the reference converter,
+checked against files made by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.hparams import (
+    GEMMA_FAMILY,
+    SUPPORTED_ARCHITECTURES,
+    check_hparams,
+    embedding_scale,
+    global_layer_pattern,
+    unsupported_architecture,
+)
+from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
+from tellin.loading.typed_mapping import TypedMapping
+
+_GELU_TANH = frozenset(GEMMA_FAMILY)
+_SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
+_SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6}
+_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+"""The one size per family that scales q·k by hidden_size / num_heads instead of head_dim."""
+
+
+def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -> ModelHParams:
+    """Hyperparameters of the model in a GGUF file.
+
+    Args:
+        metadata: the file's metadata.
+        tensors: its tensors under GGUF names (of all parts, if split).
+
+    Raises:
+        UnsupportedModelError: the architecture, or a variant of it, is not supported.
+        ModelLoadError: a key is missing or has an impossible value.
+    """
+    architecture = metadata.get_str("general.architecture")
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise unsupported_architecture(metadata.path, architecture)
+    reader = _Reader(metadata, architecture, tensors)
+    hparams = reader.bert() if architecture == "bert" else reader.decoder()
+    return check_hparams(metadata.path, hparams)
+
+
+class _Reader:
+    def __init__(
+        self, metadata: TypedMapping, architecture: str, tensors: Mapping[str, TensorRef]
+    ) -> None:
+        self.metadata = metadata
+        self.path = metadata.path
+        self.architecture = architecture
+        self.tensors = tensors
+        self.hidden_size = self._int("embedding_length")
+        self.num_layers = self._int("block_count")
+        self.num_heads = self._uniform_int("attention.head_count")
+        if self.num_layers > len(tensors):
+            raise ModelLoadError(
+                f"{self.path}: has {self.num_layers} layers, but only {len(tensors)} tensors"
+            )
+        if self.num_heads < 1:
+            raise ModelLoadError(f"{self.path}: has {self.num_heads} attention heads")
+
+    def decoder(self) -> ModelHParams:
+        self._refuse_variants()
+        head_dim = self._head_dim()
+        window = self._int("attention.sliding_window", 0) or None
+        return ModelHParams(
+            architecture=self.architecture,
+            hidden_size=self.hidden_size,
+            intermediate_size=self._uniform_int("feed_forward_length"),
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self._uniform_int("attention.head_count_kv", self.num_heads),
+            head_dim=head_dim,
+            vocab_size=self._vocab_size(),
+            max_position_embeddings=self._int("context_length"),
+            norm_eps=self._float("attention.layer_norm_rms_epsilon"),
+            hidden_act="gelu_tanh" if self.architecture in _GELU_TANH else "silu",
+            rope_theta=self._float("rope.freq_base", 10_000.0),
+            rope_local_theta=(
+                self._float("rope.freq_base_swa", 10_000.0)
+                if self.architecture == "gemma3"
+                else None
+            ),
+            rope_dim=self._int("rope.dimension_count", head_dim),
+            rope_interleaved=self.architecture in ("llama", "mistral"),
+            rope_scaling=self._rope_scaling(),
+            tie_word_embeddings="output.weight" not in self.tensors,
+            attention_scale=self._attention_scale(),
+            embedding_scale=embedding_scale(self.architecture, self.hidden_size),
+            sliding_window=window,
+            sliding_window_pattern=self._sliding_window_pattern() if window else None,
+            attn_logit_softcapping=self._softcap("attn_logit_softcapping", 0),
+            final_logit_softcapping=self._softcap("final_logit_softcapping", 1),
+        )
+
+    def bert(self) -> ModelHParams:
+        return ModelHParams(
+            architecture="bert",
+            hidden_size=self.hidden_size,
+            intermediate_size=self._uniform_int("feed_forward_length"),
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_heads,
+            head_dim=self.hidden_size // self.num_heads,
+            vocab_size=self._vocab_size(),
+            max_position_embeddings=self._int("context_length"),
+            norm_eps=self._float("attention.layer_norm_epsilon"),
+            hidden_act="gelu",
+            tie_word_embeddings=True,
+            attention_bias=True,
+            mlp_bias=True,
+        )
+
+    def _refuse_variants(self) -> None:
+        num_experts = self._int("expert_count", 0)
+        if num_experts > 0:
+            raise UnsupportedModelError(
+                f"{self.path}: is a mixture of {num_experts} experts, which is not supported"
+            )
+        if not self._bool("use_parallel_residual", False):
+            return
+        raise UnsupportedModelError(f"{self.path}: parallel residuals are not supported")
+
+    def _head_dim(self) -> int:
+        head_dim = self._int("attention.key_length", self.hidden_size // self.num_heads)
+        value_dim = self._int("attention.value_length", head_dim)
+        if value_dim != head_dim:
+            raise UnsupportedModelError(
+                f"{self.path}: keys of {head_dim} and values of {value_dim} dimensions; "
+                "only equal ones are supported"
+            )
+        return head_dim
+
+    def _vocab_size(self) -> int:
+        embedding = self.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise ModelLoadError(f"{self.path}: tensor 'token_embd.weight' is missing")
+        return embedding.shape[0]
+
+    def _attention_scale(self) -> float | None:
+        if self.metadata.has(f"{self.architecture}.attention.scale"):
+            scale = self._float("attention.scale")
+            return scale or None
+        if _27B_LAYERS.get(self.architecture) == self.num_layers:
+            return 1 / math.sqrt(self.hidden_size / self.num_heads)
+        return None
+
+    def _sliding_window_pattern(self) -> int | None:
+        key = f"{self.architecture}.attention.sliding_window_pattern"
+        if isinstance(self.metadata.get(key), np.ndarray):
+            layers = [bool(flag) for flag in self.metadata.get_numbers(key)[: self.num_layers]]
+            return global_layer_pattern(self.path, layers)
+        default = _SLIDING_PATTERN_DEFAULTS.get(self.architecture, 0)
+        return self.metadata.get_int(key, default) or None
+
+    def _softcap(self, key: str, index: int) -> float | None:
+        default = _SOFTCAP_DEFAULTS.get(self.architecture, (0.0, 0.0))[index]
+        return self._float(key, default) or None
+
+    def _rope_scaling(self) -> RopeScaling:
+        kind = self._str("rope.scaling.type", "none")
+        factor = self._float("rope.scaling.factor", self._float("rope.scale_linear", 1.0))
+        if kind == "none" and self.metadata.has(f"{self.architecture}.rope.scale_linear"):
+            kind = "linear"
+        short = self._factors("rope_factors_short.weight")
+        long = self._factors("rope_factors_long.weight")
+        if short or long:
+            kind = "longrope"
+        elif kind not in ("none", "linear", "yarn"):
+            raise UnsupportedModelError(
+                f"{self.path}: rope scaling {kind!r} is not supported; "
+                "supported are none, linear, yarn, longrope"
+            )
+        attention_factor = self._float("rope.scaling.attn_factor", 0.0) or None
+        if kind == "yarn" and attention_factor is not None:
+            # ggml multiplies YaRN's own factor by this one; RopeScaling holds the product.
+            attention_factor *= 0.1 * math.log(max(factor, 1.0)) + 1.0
+        return RopeScaling(
+            kind=kind,
+            factor=factor or 1.0,
+            original_max_position_embeddings=self._int("rope.scaling.original_context_length", 0),
+            attention_factor=attention_factor,
+            beta_fast=self._float("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=self._float("rope.scaling.yarn_beta_slow", 1.0),
+            factors=short if kind == "longrope" else self._factors("rope_freqs.weight"),
+            long_factors=long,
+        )
+
+    def _factors(self, name: str) -> tuple[float, ...] | None:
+        """Divisors of the rotary frequencies, shipped as a small float32 tensor."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            return None
+        if tensor.quant_type is not QuantType.F32 or len(tensor.shape) != 1:
+            raise ModelLoadError(f"{self.path}: tensor {name!r} is not a float32 vector")
+        return tuple(tensor.data.view(np.float32).tolist())
+
+    def _uniform_int(self, key: str, default: int | None = None) -> int:
+        """An integer, or one per layer if all are equal."""
+        full = f"{self.architecture}.{key}"
+        if not isinstance(self.metadata.get(full), np.ndarray):
+            return self.metadata.get_int(full, default)
+        values = self.metadata.get_numbers(full)
+        if values.size == 0 or (values != values[0]).any():
+            raise UnsupportedModelError(
+                f"{self.path}: {full} differs from layer to layer, which is not supported"
+            )
+        return int(values[0])
+
+    def _int(self, key: str, default: int | None = None) -> int:
+        return self.metadata.get_int(f"{self.architecture}.{key}", default)
+
+    def _float(self, key: str, default: float | None = None) -> float:
+        return self.metadata.get_float(f"{self.architecture}.{key}", default)
+
+    def _bool(self, key: str, default: bool) -> bool:
+        return self.metadata.get_bool(f"{self.architecture}.{key}", default)
+
+    def _str(self, key: str, default: str) -> str:
+        return self.metadata.get_str(f"{self.architecture}.{key}", default)

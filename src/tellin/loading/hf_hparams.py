@@ -1,0 +1,273 @@
+"""Hyperparameters from a Hugging Face ``config.json``.
+
+Reads both generations of configurations: ``rope_theta`` and ``rope_scaling``, and the later
+``rope_parameters``. What a configuration leaves out is the family's default, written down here.
+
+Source: the configuration classes' documented fields and defaults (transformers 4.57 and 5.24).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.hparams import (
+    GEMMA_FAMILY,
+    check_hparams,
+    embedding_scale,
+    global_layer_pattern,
+    unsupported_architecture,
+)
+from tellin.loading.tensors import ModelHParams, RopeScaling
+from tellin.loading.typed_mapping import TypedMapping
+
+_ARCHITECTURES = {
+    "bert": "bert",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "gemma3_text": "gemma3",
+    "llama": "llama",
+    "mistral": "mistral",
+    "phi3": "phi3",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+}
+"""``model_type`` to architecture."""
+
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192},
+    "gemma2": {
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma3": {
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131_072,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "rope_theta": 1_000_000.0,
+        "vocab_size": 262_208,
+    },
+    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8},
+    "qwen2": {"rms_norm_eps": 1e-6},
+    "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
+    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+}
+_SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6}
+
+
+def hparams_from_config(config: TypedMapping) -> ModelHParams:
+    """Hyperparameters of the model that a ``config.json`` describes.
+
+    Raises:
+        UnsupportedModelError: the architecture, or a variant of it, is not supported.
+        ModelLoadError: a key is missing or has an impossible value.
+    """
+    model_type = config.get_str("model_type", "")
+    if not model_type:
+        raise ModelLoadError(f"{config.path}: key 'model_type' (a string) is missing")
+    architecture = _ARCHITECTURES.get(model_type)
+    if architecture is None:
+        raise unsupported_architecture(config.path, model_type)
+    if config.has("quantization_config"):
+        raise UnsupportedModelError(
+            f"{config.path}: the weights are quantised in a way that is not supported "
+            "('quantization_config'); use the original weights or a GGUF file"
+        )
+    if model_type == "gemma3" and config.has("text_config"):
+        config = config.get_mapping("text_config")
+    merged = {
+        **_DEFAULTS.get(architecture, {}),
+        **{k: v for k, v in config.items() if v is not None},
+    }
+    reader = _Reader(TypedMapping(config.path, merged), architecture)
+    hparams = reader.bert() if architecture == "bert" else reader.decoder()
+    return check_hparams(config.path, hparams)
+
+
+class _Reader:
+    def __init__(self, config: TypedMapping, architecture: str) -> None:
+        self.config = config
+        self.path = config.path
+        self.architecture = architecture
+        self.hidden_size = config.get_int("hidden_size")
+        self.num_layers = config.get_int("num_hidden_layers")
+        self.num_heads = config.get_int("num_attention_heads")
+        if self.num_heads < 1:
+            raise ModelLoadError(f"{self.path}: num_attention_heads is {self.num_heads}")
+        rope = config.get_mapping("rope_parameters") if config.has("rope_parameters") else None
+        if rope is not None and rope.has("full_attention"):
+            self.local_rope = rope.get_mapping("sliding_attention")
+            rope = rope.get_mapping("full_attention")
+        else:
+            self.local_rope = config
+        self.rope = config if rope is None else rope
+        """Where ``rope_theta`` and ``partial_rotary_factor`` are."""
+        self.has_rope_parameters = rope is not None
+
+    def decoder(self) -> ModelHParams:
+        config, is_gemma = self.config, self.architecture in GEMMA_FAMILY
+        head_dim = config.get_int("head_dim", self.hidden_size // self.num_heads)
+        window = self._sliding_window()
+        scaling = self._rope_scaling()
+        scalar = config.get_float("query_pre_attn_scalar", 0.0)
+        return ModelHParams(
+            architecture=self.architecture,
+            hidden_size=self.hidden_size,
+            intermediate_size=config.get_int("intermediate_size"),
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=config.get_int("num_key_value_heads", self.num_heads),
+            head_dim=head_dim,
+            vocab_size=config.get_int("vocab_size"),
+            max_position_embeddings=self._max_position_embeddings(scaling),
+            norm_eps=config.get_float("rms_norm_eps"),
+            hidden_act=self._activation(),
+            rope_theta=self.rope.get_float("rope_theta", config.get_float("rope_theta", 10_000.0)),
+            rope_local_theta=self._rope_local_theta(),
+            rope_dim=int(head_dim * self.rope.get_float("partial_rotary_factor", 1.0)),
+            rope_scaling=scaling,
+            tie_word_embeddings=config.get_bool("tie_word_embeddings", is_gemma),
+            attention_bias=config.get_bool("attention_bias", False),
+            mlp_bias=config.get_bool("mlp_bias", False),
+            attention_scale=scalar**-0.5 if scalar > 0 else None,
+            embedding_scale=embedding_scale(self.architecture, self.hidden_size),
+            sliding_window=window,
+            sliding_window_pattern=self._sliding_window_pattern() if window else None,
+            norm_weight_offset=1.0 if is_gemma else 0.0,
+            attn_logit_softcapping=config.get_float("attn_logit_softcapping", 0.0) or None,
+            final_logit_softcapping=config.get_float("final_logit_softcapping", 0.0) or None,
+        )
+
+    def bert(self) -> ModelHParams:
+        config = self.config
+        positions = config.get_str("position_embedding_type", "absolute")
+        if positions != "absolute":
+            raise UnsupportedModelError(f"{self.path}: {positions!r} positions are not supported")
+        return ModelHParams(
+            architecture="bert",
+            hidden_size=self.hidden_size,
+            intermediate_size=config.get_int("intermediate_size"),
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            num_key_value_heads=self.num_heads,
+            head_dim=self.hidden_size // self.num_heads,
+            vocab_size=config.get_int("vocab_size"),
+            max_position_embeddings=config.get_int("max_position_embeddings", 512),
+            norm_eps=config.get_float("layer_norm_eps", 1e-12),
+            hidden_act=self._activation("gelu"),
+            tie_word_embeddings=True,
+            attention_bias=True,
+            mlp_bias=True,
+        )
+
+    def _activation(self, default: str = "silu") -> str:
+        if self.architecture in GEMMA_FAMILY:
+            # Gemma 1 configurations say "gelu" and mean the approximation by tanh.
+            name = self.config.get_str("hidden_activation", "gelu_pytorch_tanh")
+        else:
+            name = self.config.get_str("hidden_act", default)
+        if name not in _ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"{self.path}: activation {name!r} is not supported; "
+                f"supported are {', '.join(_ACTIVATIONS)}"
+            )
+        return _ACTIVATIONS[name]
+
+    def _max_position_embeddings(self, scaling: RopeScaling) -> int:
+        length = self.config.get_int("max_position_embeddings")
+        if scaling.kind == "yarn":
+            # YaRN configurations keep the length of training; the scaling is what extends it.
+            return max(length, int(scaling.original_max_position_embeddings * scaling.factor))
+        return length
+
+    def _rope_local_theta(self) -> float | None:
+        if self.architecture != "gemma3":
+            return None
+        if self.local_rope is not self.config:
+            return self.local_rope.get_float("rope_theta", 10_000.0)
+        return self.config.get_float("rope_local_base_freq", 10_000.0)
+
+    def _rope_scaling(self) -> RopeScaling:
+        if self.has_rope_parameters:
+            values = self.rope
+        elif self.config.has("rope_scaling"):
+            values = self.config.get_mapping("rope_scaling")
+        else:
+            return RopeScaling()
+        kind = values.get_str("rope_type", values.get_str("type", "default"))
+        kind = {"default": "none", "su": "longrope", "dynamic": "none"}.get(kind, kind)
+        # "dynamic" stretches only beyond max_position_embeddings, which is never exceeded here.
+        if kind == "none":
+            return RopeScaling()
+        if kind not in ("linear", "llama3", "yarn", "longrope"):
+            raise UnsupportedModelError(
+                f"{self.path}: rope scaling {kind!r} is not supported; "
+                "supported are linear, llama3, yarn, longrope"
+            )
+        original = values.get_int(
+            "original_max_position_embeddings",
+            self.config.get_int(
+                "original_max_position_embeddings",
+                self.config.get_int("max_position_embeddings"),
+            ),
+        )
+        return RopeScaling(
+            kind=kind,
+            factor=values.get_float("factor", 1.0 if kind == "longrope" else None),
+            original_max_position_embeddings=original,
+            low_freq_factor=values.get_float("low_freq_factor", 1.0),
+            high_freq_factor=values.get_float("high_freq_factor", 4.0),
+            attention_factor=values.get_float("attention_factor", 0.0) or None,
+            beta_fast=values.get_float("beta_fast", 32.0),
+            beta_slow=values.get_float("beta_slow", 1.0),
+            factors=_factors(values, "short_factor") if kind == "longrope" else None,
+            long_factors=_factors(values, "long_factor") if kind == "longrope" else None,
+        )
+
+    def _sliding_window(self) -> int | None:
+        config = self.config
+        if self.architecture in ("qwen2", "qwen3"):
+            if not config.get_bool("use_sliding_window", False):
+                return None
+            if config.get_int("max_window_layers", 0) >= self.num_layers:
+                return None
+            raise UnsupportedModelError(f"{self.path}: 'use_sliding_window' is not supported")
+        if self.architecture in ("llama", "gemma"):
+            return None
+        return config.get_int("sliding_window", 0) or None
+
+    def _sliding_window_pattern(self) -> int | None:
+        if self.config.has("layer_types"):
+            types = self.config.get_strings("layer_types")
+            return global_layer_pattern(self.path, [kind == "sliding_attention" for kind in types])
+        default = _SLIDING_PATTERNS.get(self.architecture, 0)
+        key = (
+            "sliding_window_pattern"
+            if self.config.has("sliding_window_pattern")
+            else ("_sliding_window_pattern")
+        )
+        return self.config.get_int(key, default) or None
+
+
+def _factors(values: TypedMapping, key: str) -> tuple[float, ...]:
+    return tuple(float(value) for value in values.get_numbers(key))

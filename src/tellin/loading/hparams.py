@@ -1,0 +1,133 @@
+"""What is common to all sources of hyperparameters: supported architectures and plausibility.
+
+The two sources are `gguf_hparams` (GGUF metadata) and `hf_hparams` (Hugging Face ``config.json``).
+Both end in `check_hparams`, so that no later layer meets a zero, a NaN or an absurd size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.tensors import ModelHParams, RopeScaling
+
+SUPPORTED_ARCHITECTURES = (
+    "bert",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "llama",
+    "mistral",
+    "phi3",
+    "qwen2",
+    "qwen3",
+)
+"""Names as users know them; GGUF files of Mistral models call themselves llama."""
+
+GEMMA_FAMILY = ("gemma", "gemma2", "gemma3")
+NORMS_AFTER_BLOCKS = ("gemma2", "gemma3")
+
+_MAX_LAYERS = 4096
+_MAX_SIZE = 1 << 24
+"""Far beyond any model, small enough that products of two sizes stay exact everywhere."""
+_MAX_CONTEXT = 1 << 31
+
+
+def unsupported_architecture(path: Path, name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{path}: architecture {name!r} is not supported; "
+        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+    )
+
+
+def embedding_scale(architecture: str, hidden_size: int) -> float:
+    """Factor of the token embedding: Gemma's ``sqrt(hidden_size)``, rounded to float32."""
+    if architecture not in GEMMA_FAMILY or hidden_size < 1:
+        return 1.0
+    import numpy as np
+
+    return float(np.float32(math.sqrt(hidden_size)))
+
+
+def global_layer_pattern(path: Path, is_sliding: list[bool]) -> int | None:
+    """The n of "every n-th layer is global" that a list of layers follows.
+
+    Returns None if no layer is global or none is sliding.
+
+    Raises:
+        UnsupportedModelError: the list is irregular.
+    """
+    if all(is_sliding) or not any(is_sliding):
+        return None
+    pattern = is_sliding.index(False) + 1
+    if is_sliding != [(layer + 1) % pattern != 0 for layer in range(len(is_sliding))]:
+        raise UnsupportedModelError(
+            f"{path}: sliding-window layers do not follow a regular pattern, which is not supported"
+        )
+    return pattern
+
+
+def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
+    """Refuse impossible values; returns ``hparams``, normalised.
+
+    Raises:
+        ModelLoadError: a value is out of range, with its name, value and limit.
+    """
+    for name in (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    ):
+        _check_range(path, name, getattr(hparams, name), 1, _MAX_SIZE)
+    _check_range(path, "num_hidden_layers", hparams.num_hidden_layers, 1, _MAX_LAYERS)
+    _check_range(path, "max_position_embeddings", hparams.max_position_embeddings, 1, _MAX_CONTEXT)
+    if hparams.num_attention_heads % hparams.num_key_value_heads:
+        raise ModelLoadError(
+            f"{path}: {hparams.num_attention_heads} attention heads cannot share "
+            f"{hparams.num_key_value_heads} key/value heads evenly"
+        )
+    for name in ("norm_eps", "rope_theta", "embedding_scale"):
+        _check_positive(path, name, getattr(hparams, name))
+    for name in (
+        "rope_local_theta",
+        "attention_scale",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+    ):
+        value = getattr(hparams, name)
+        if value is not None:
+            _check_positive(path, name, value)
+    if hparams.sliding_window is not None:
+        _check_range(path, "sliding_window", hparams.sliding_window, 1, _MAX_CONTEXT)
+    if hparams.rope_dim is not None:
+        _check_range(path, "rope_dim", hparams.rope_dim, 2, hparams.head_dim)
+        if hparams.rope_dim % 2:
+            raise ModelLoadError(f"{path}: rope_dim is {hparams.rope_dim}, expected an even number")
+        if hparams.rope_dim == hparams.head_dim:
+            hparams = replace(hparams, rope_dim=None)
+    _check_rope_scaling(path, hparams.rope_scaling)
+    return hparams
+
+
+def _check_rope_scaling(path: Path, scaling: RopeScaling) -> None:
+    _check_positive(path, "rope scaling factor", scaling.factor)
+    if scaling.attention_factor is not None:
+        _check_positive(path, "rope attention_factor", scaling.attention_factor)
+    for factors in (scaling.factors, scaling.long_factors):
+        for factor in factors or ():
+            _check_positive(path, "rope frequency factor", factor)
+
+
+def _check_range(path: Path, name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ModelLoadError(f"{path}: {name} is {value}, allowed are {low} to {high}")
+
+
+def _check_positive(path: Path, name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ModelLoadError(f"{path}: {name} is {value}, expected a positive number")

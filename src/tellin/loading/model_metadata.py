@@ -1,0 +1,220 @@
+"""What shell and core need to know of a model before any weight is touched.
+
+`ModelMetadata` is the same for both file formats; building it reads headers and small files only.
+It holds no tensors and no open files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tellin.exceptions import ModelLoadError
+from tellin.loading.gguf_vocab import GGUFVocabulary
+from tellin.loading.hparams import check_hparams
+from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.templates import templates_from_folder, templates_from_gguf
+from tellin.loading.tensors import ModelHParams
+from tellin.loading.typed_mapping import TypedMapping
+
+POOLING_ARCHITECTURES = ("bert",)
+
+_GGUF_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+_HF_SAMPLING = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+@dataclass(frozen=True)
+class ModelMetadata:
+    """Facts about a model; no tensors."""
+
+    path: Path
+    file_format: str
+    """``gguf`` or ``safetensors``."""
+    name: str
+    """The model's own name, or the file's."""
+    hparams: ModelHParams
+    num_bytes: int
+    """Size of the weight files."""
+    tokenizer_size: int
+    """Tokens including added ones; ids at or above it must never be sampled."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Primary end-of-sequence id first, then the others that end a generation."""
+    bos_token_id: int | None = None
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+    """By name; ``default`` is the usual one."""
+    generation_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling defaults that come with the model, under the names of `SamplingParams`."""
+
+    @property
+    def architecture(self) -> str:
+        return self.hparams.architecture
+
+    @property
+    def context_length(self) -> int:
+        """Longest context the model was made for, in tokens."""
+        return self.hparams.max_position_embeddings
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output matrix."""
+        return self.hparams.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self.hparams.hidden_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.hparams.num_hidden_layers
+
+    @property
+    def chat_template(self) -> str | None:
+        return self.chat_templates.get("default")
+
+    @property
+    def runner_type(self) -> str:
+        """``generate`` or ``pooling``."""
+        return "pooling" if self.architecture in POOLING_ARCHITECTURES else "generate"
+
+
+def metadata_from_gguf(
+    path: Path, values: TypedMapping, hparams: ModelHParams, num_bytes: int
+) -> ModelMetadata:
+    """Metadata of a GGUF file.
+
+    Raises:
+        ModelLoadError: the tokenizer's keys are damaged.
+    """
+    check_hparams(path, hparams)
+    vocabulary = GGUFVocabulary(values) if values.has("tokenizer.ggml.tokens") else None
+    sampling = {
+        name: values.get_float(f"general.sampling.{key}")
+        for key, name in _GGUF_SAMPLING.items()
+        if values.has(f"general.sampling.{key}")
+    }
+    if "top_k" in sampling:
+        sampling["top_k"] = int(sampling["top_k"])
+    return ModelMetadata(
+        path=path,
+        file_format="gguf",
+        name=values.get_str("general.name", path.stem) or path.stem,
+        hparams=hparams,
+        num_bytes=num_bytes,
+        tokenizer_size=hparams.vocab_size if vocabulary is None else vocabulary.size,
+        eos_token_ids=() if vocabulary is None else vocabulary.end_token_ids(),
+        bos_token_id=None if vocabulary is None else vocabulary.special_id("bos"),
+        chat_templates=templates_from_gguf(values),
+        generation_defaults=sampling,
+    )
+
+
+def metadata_from_folder(folder: Path, hparams: ModelHParams, num_bytes: int) -> ModelMetadata:
+    """Metadata of a Hugging Face folder.
+
+    Raises:
+        ModelLoadError: one of its JSON files is damaged.
+    """
+    none = TypedMapping(folder, {})
+    config = read_optional_json_object(folder / "config.json") or none
+    generation = read_optional_json_object(folder / "generation_config.json") or none
+    tokenizer_config = read_optional_json_object(folder / "tokenizer_config.json") or none
+    inventory = _TokenInventory.read(folder / "tokenizer.json")
+    eos = [
+        *inventory.find(_token_text(tokenizer_config, "eos_token")),
+        *_ids(generation, "eos_token_id"),
+        *_ids(config, "eos_token_id"),
+    ]
+    bos = [
+        *inventory.find(_token_text(tokenizer_config, "bos_token")),
+        *_ids(config, "bos_token_id"),
+    ]
+    return ModelMetadata(
+        path=folder,
+        file_format="safetensors",
+        name=config.get_str("_name_or_path", folder.name) or folder.name,
+        hparams=hparams,
+        num_bytes=num_bytes,
+        tokenizer_size=inventory.size or hparams.vocab_size,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        bos_token_id=bos[0] if bos else None,
+        chat_templates=templates_from_folder(folder),
+        generation_defaults={
+            name: generation[key] for key, name in _HF_SAMPLING.items() if generation.has(key)
+        },
+    )
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class _TokenizerFile(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+
+
+@dataclass(frozen=True)
+class _TokenInventory:
+    """How many tokens a ``tokenizer.json`` has, and the ids of the added ones."""
+
+    size: int
+    added: Mapping[str, int]
+
+    @classmethod
+    def read(cls, path: Path) -> _TokenInventory:
+        if not path.is_file():
+            return cls(0, {})
+        try:
+            file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{path}: is not a usable tokenizer file: {error}") from None
+        except OSError as error:
+            raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
+        vocab = file.model.vocab
+        last = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+        added = {token.content: token.id for token in file.added_tokens}
+        return cls(max(last, *added.values(), -1) + 1, added)
+
+    def find(self, text: str | None) -> list[int]:
+        return [self.added[text]] if text is not None and text in self.added else []
+
+
+def _token_text(config: TypedMapping, key: str) -> str | None:
+    """A special token's text: a string, or an object with ``content``."""
+    if not config.has(key):
+        return None
+    value = config[key]
+    if isinstance(value, dict):
+        return config.get_mapping(key).get_str("content")
+    return config.get_str(key)
+
+
+def _ids(config: TypedMapping, key: str) -> list[int]:
+    """Token ids given as one integer or a list of them."""
+    if not config.has(key):
+        return []
+    if isinstance(config[key], list):
+        return [int(value) for value in config.get_numbers(key)]
+    return [config.get_int(key)]

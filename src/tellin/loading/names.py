@@ -1,0 +1,203 @@
+"""Tensor names: from GGUF's and from Hugging Face's to one canonical set.
+
+Canonical names are Hugging Face's Llama names without the ``model.`` in front; BERT's are brought
+to the same pattern. Matrices that a family stores fused (Phi-3's q/k/v and gate/up) become row
+ranges of the same bytes. Names that nobody knows pass unchanged: the plan refuses a model with
+tensors that its architecture did not use, so nothing is dropped in silence.
+
+=============================================== =================================================
+``embed_tokens.weight``                         ``layers.{i}.mlp.{gate,up,down}_proj.{weight,bias}``
+``layers.{i}.self_attn.{q,k,v,o}_proj.weight``  ``layers.{i}.self_attn.{q,k}_norm.weight``
+``layers.{i}.input_layernorm.weight``           ``layers.{i}.post_attention_layernorm.weight``
+``layers.{i}.pre_feedforward_layernorm.weight`` ``layers.{i}.post_feedforward_layernorm.weight``
+``norm.weight``                                 ``lm_head.weight`` (absent when tied)
+``embed_positions``, ``embed_token_types``      ``embed_layernorm.{weight,bias}`` (BERT)
+=============================================== =================================================
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from tellin.exceptions import ModelLoadError
+from tellin.loading.hparams import NORMS_AFTER_BLOCKS
+from tellin.loading.tensors import ModelHParams, TensorRef
+
+_GGUF_GLOBAL = {
+    "token_embd": "embed_tokens",
+    "output": "lm_head",
+    "output_norm": "norm",
+    "position_embd": "embed_positions",
+    "token_types": "embed_token_types",
+    "token_embd_norm": "embed_layernorm",
+}
+_GGUF_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_LAYER_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GGUF_LAYER_BERT = {
+    "attn_output_norm": "post_attention_layernorm",
+    "layer_output_norm": "post_feedforward_layernorm",
+}
+_GGUF_DROPPED = re.compile(r"(.*\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight\Z")
+"""Rotary factors: they are in the hyperparameters."""
+_GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+)\.(weight|bias)\Z")
+_GGUF_GLOBAL_NAME = re.compile(r"([^.]+)\.(weight|bias)\Z")
+
+_HF_PREFIX = re.compile(r"(model\.language_model\.|language_model\.(model\.)?|model\.|bert\.)")
+_HF_DROPPED = re.compile(
+    r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z"
+    r"|(model\.)?(vision_tower|multi_modal_projector)\."
+)
+"""Constants that old checkpoints store, and the vision half of Gemma 3."""
+_HF_BERT = (
+    (re.compile(r"embeddings\.word_embeddings\."), "embed_tokens."),
+    (re.compile(r"embeddings\.position_embeddings\."), "embed_positions."),
+    (re.compile(r"embeddings\.token_type_embeddings\."), "embed_token_types."),
+    (re.compile(r"embeddings\.LayerNorm\."), "embed_layernorm."),
+    (
+        re.compile(r"encoder\.layer\.(\d+)\.attention\.self\.query\."),
+        r"layers.\1.self_attn.q_proj.",
+    ),
+    (re.compile(r"encoder\.layer\.(\d+)\.attention\.self\.key\."), r"layers.\1.self_attn.k_proj."),
+    (
+        re.compile(r"encoder\.layer\.(\d+)\.attention\.self\.value\."),
+        r"layers.\1.self_attn.v_proj.",
+    ),
+    (
+        re.compile(r"encoder\.layer\.(\d+)\.attention\.output\.dense\."),
+        r"layers.\1.self_attn.o_proj.",
+    ),
+    (
+        re.compile(r"encoder\.layer\.(\d+)\.attention\.output\.LayerNorm\."),
+        r"layers.\1.post_attention_layernorm.",
+    ),
+    (re.compile(r"encoder\.layer\.(\d+)\.intermediate\.dense\."), r"layers.\1.mlp.up_proj."),
+    (re.compile(r"encoder\.layer\.(\d+)\.output\.dense\."), r"layers.\1.mlp.down_proj."),
+    (
+        re.compile(r"encoder\.layer\.(\d+)\.output\.LayerNorm\."),
+        r"layers.\1.post_feedforward_layernorm.",
+    ),
+    (re.compile(r"LayerNorm\.gamma\Z|layernorm\.gamma\Z"), "layernorm.weight"),
+    (re.compile(r"LayerNorm\.beta\Z|layernorm\.beta\Z"), "layernorm.bias"),
+)
+
+
+def canonical_from_gguf(
+    path: Path, hparams: ModelHParams, tensors: Mapping[str, TensorRef]
+) -> dict[str, TensorRef]:
+    """A GGUF file's tensors under canonical names."""
+    architecture = hparams.architecture
+    layer_names = dict(_GGUF_LAYER)
+    if architecture in NORMS_AFTER_BLOCKS:
+        layer_names |= _GGUF_LAYER_NORMS_AFTER
+    elif architecture == "bert":
+        layer_names |= _GGUF_LAYER_BERT
+    elif architecture == "phi3":
+        # Phi-3's converter stores gate and up in one matrix under the name of the latter.
+        layer_names["ffn_up"] = "mlp.gate_up_proj"
+
+    def rename(name: str) -> str | None:
+        if _GGUF_DROPPED.match(name):
+            return None
+        match = _GGUF_LAYER_NAME.match(name)
+        if match and match[2] in layer_names:
+            return f"layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
+        match = _GGUF_GLOBAL_NAME.match(name)
+        if match and match[1] in _GGUF_GLOBAL:
+            return f"{_GGUF_GLOBAL[match[1]]}.{match[2]}"
+        return name
+
+    return _canonical(path, hparams, tensors.values(), rename)
+
+
+def canonical_from_hf(
+    path: Path, hparams: ModelHParams, tensors: Mapping[str, TensorRef]
+) -> dict[str, TensorRef]:
+    """A Hugging Face checkpoint's tensors under canonical names."""
+
+    def rename(name: str) -> str | None:
+        if is_dropped_hf_name(name):
+            return None
+        name = _HF_PREFIX.sub("", name, count=1) if _HF_PREFIX.match(name) else name
+        if hparams.architecture == "bert":
+            for pattern, replacement in _HF_BERT:
+                name = pattern.sub(replacement, name)
+        return name
+
+    return _canonical(path, hparams, tensors.values(), rename)
+
+
+def is_dropped_hf_name(name: str) -> bool:
+    """Whether a checkpoint's tensor is of no use here, whatever its type."""
+    return _HF_DROPPED.match(name) is not None
+
+
+def _canonical(
+    path: Path,
+    hparams: ModelHParams,
+    tensors: Iterable[TensorRef],
+    rename: Callable[[str], str | None],
+) -> dict[str, TensorRef]:
+    named: dict[str, TensorRef] = {}
+    for tensor in tensors:
+        name = rename(tensor.name)
+        if name is None:
+            continue
+        for part_name, part in _split_fused(path, hparams, name, tensor):
+            if part_name in named:
+                raise ModelLoadError(f"{path}: two tensors mean {part_name!r}")
+            named[part_name] = TensorRef(part_name, part.shape, part.quant_type, part.data)
+    return named
+
+
+def _split_fused(
+    path: Path, hparams: ModelHParams, name: str, tensor: TensorRef
+) -> list[tuple[str, TensorRef]]:
+    stem, _, kind = name.rpartition(".")
+    kv_rows = hparams.num_key_value_heads * hparams.head_dim
+    rows: tuple[int, ...]
+    parts: tuple[str, ...]
+    if stem.endswith(".qkv_proj"):
+        rows = (hparams.num_attention_heads * hparams.head_dim, kv_rows, kv_rows)
+        parts = ("q_proj", "k_proj", "v_proj")
+    elif stem.endswith(".gate_up_proj"):
+        rows = (hparams.intermediate_size, hparams.intermediate_size)
+        parts = ("gate_proj", "up_proj")
+    else:
+        return [(name, tensor)]
+    if tensor.shape[0] != sum(rows):
+        raise ModelLoadError(
+            f"{path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, expected {sum(rows)} "
+            f"({' + '.join(map(str, rows))})"
+        )
+    prefix = stem.rpartition(".")[0]
+    split = []
+    start = 0
+    for part, count in zip(parts, rows, strict=True):
+        split.append((f"{prefix}.{part}.{kind}", _rows(tensor, start, count)))
+        start += count
+    return split
+
+
+def _rows(tensor: TensorRef, start: int, count: int) -> TensorRef:
+    row_bytes = tensor.data.size // tensor.shape[0]
+    data = tensor.data[start * row_bytes : (start + count) * row_bytes]
+    return TensorRef(tensor.name, (count, *tensor.shape[1:]), tensor.quant_type, data)
