@@ -8,10 +8,12 @@ memory allows) replace the config with `dataclasses.replace`; nobody mutates it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
 from tellin.settings import Settings
 
 
@@ -55,6 +57,8 @@ class ModelConfig:
     """``default`` (int8 activations for quantised weights) or ``high`` (float32)."""
     backend: str = "native"
     """``native`` or ``reference``."""
+    tokenizer_path: Path | None = None
+    """File or folder of the tokenizer; None = ``path``."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +149,7 @@ class StructuredOutputsConfig:
 class ObservabilityConfig:
     log_stats: bool = True
     otlp_traces_endpoint: str | None = None
+    metrics_prefix: str = "tellin:"
 
 
 @dataclass(frozen=True)
@@ -163,3 +168,169 @@ class EngineConfig:
     lora_config: LoRAConfig | None = None
     speculative_config: SpeculativeConfig | None = None
     shutdown_timeout_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """What a user may say about an engine: vLLM's names, and ours.
+
+    Values are checked where they are resolved (`tellin.engine.arg_utils.create_engine_config`).
+    Names that speak of a GPU are accepted as aliases: ``gpu_memory_utilization`` for
+    ``memory_utilization``, ``num_gpu_blocks_override`` for ``num_kv_blocks``.
+    """
+
+    model: str | Path = ""
+    """A ``.gguf`` file, a safetensors folder, the name of a pulled model, or a hub repo id."""
+    tokenizer: str | Path | None = None
+    """File or folder with the tokenizer; None = the model's own."""
+    skip_tokenizer_init: bool = False
+    """Prompts are token ids and outputs have no text."""
+    download: bool = False
+    """Pull the model first if it is not in the model store."""
+    served_model_name: str | None = None
+    """Name of the model in metrics and in the API; None = ``model``."""
+    runner: str = "auto"
+    """generate, pooling, or auto: what the model is made for."""
+    dtype: str = "auto"
+    """auto or float32: weights stay as stored, activations are float32."""
+    seed: int = 0
+    """Seed of requests that have none is drawn from this engine's seed."""
+    max_model_len: int | None = None
+    """Longest prompt + output in tokens; None = the model's, lowered to what memory allows; -1 =
+    the most that memory allows."""
+    max_logprobs: int = 20
+    """Largest number of logprobs that a request may ask for; -1 = the vocabulary."""
+    logprobs_mode: str = "raw_logprobs"
+    chat_template: str | None = None
+    """A Jinja template, or a file that holds one; None = the model's."""
+    generation_config: str = "auto"
+    """auto = use the sampling defaults shipped with the model; none (or vllm) = plain defaults."""
+    override_generation_config: dict[str, Any] | None = None
+    """Sampling defaults on top of those."""
+    logits_processors: list[Any] | None = None
+    """Engine-wide logits processor classes, or ``module:Class`` names."""
+    activation_precision: str = "default"
+    """default = int8 activations where weights are quantised; high = float32 everywhere."""
+    backend: str = "native"
+    """native (C++ kernels) or reference (NumPy: slow, for comparison)."""
+
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: str = "sha256"
+    enable_kv_cache_events: bool = False
+    kv_cache_metrics_sample: float = 0.01
+
+    max_num_batched_tokens: int | None = None
+    """Most tokens computed in one step; None = 2048, at least one block, at most what is useful."""
+    max_num_seqs: int = 128
+    """Most requests computed at once."""
+    scheduling_policy: str = "fcfs"
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    max_long_partial_prefills: int = 1
+    max_num_partial_prefills: int = 1
+    stream_interval: int = 1
+    """Tokens between two streamed outputs."""
+    watermark: float = 0.0
+    max_num_queued_reqs: int | None = None
+
+    num_threads: int | None = None
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
+    data_parallel_rank: int = 0
+    distributed_executor_backend: Any = None
+    """uni, mp, ray, an executor class, or its import path; None = uni."""
+
+    enable_lora: bool = False
+    max_lora_rank: int = 16
+    max_loras: int = 1
+    max_cpu_loras: int | None = None
+
+    speculative_config: dict[str, Any] | SpeculativeConfig | None = None
+    structured_outputs_config: dict[str, Any] | StructuredOutputsConfig | None = None
+    reasoning_parser: str | None = None
+
+    disable_log_stats: bool = False
+    otlp_traces_endpoint: str | None = None
+    metrics_prefix: str = "tellin:"
+    """Prefix of metric names; ``vllm:`` suits dashboards made for vLLM."""
+    shutdown_timeout_s: float = 0.0
+    """Seconds that live requests get to finish at shutdown; 0 = they are aborted."""
+
+    gpu_memory_utilization: float | None = None
+    num_gpu_blocks_override: int | None = None
+
+    def __post_init__(self) -> None:
+        for alias, name in ENGINE_ARG_ALIASES.items():
+            given, canonical = getattr(self, alias), getattr(self, name)
+            if given is not None and canonical is not None and given != canonical:
+                raise InvalidParameterError(
+                    f"{name}={canonical!r} and its alias {alias}={given!r} contradict each other; "
+                    f"give {name} only",
+                    parameter=name,
+                    value=canonical,
+                )
+            if given is not None:
+                object.__setattr__(self, name, given)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> EngineArgs:
+        """From names and values given by a user.
+
+        Raises:
+            InvalidParameterError: unknown name (the message has the nearest known one) or
+                contradicting aliases.
+            UnsupportedFeatureError: a name that vLLM knows for something this engine cannot do.
+        """
+        known = {item.name for item in fields(cls)}
+        accepted = {}
+        for name, value in values.items():
+            if name in known:
+                accepted[name] = value
+            elif name not in ENGINE_ARGS_WITHOUT_EFFECT:
+                _raise_unknown_engine_arg(name, value, known)
+        return cls(**accepted)
+
+
+ENGINE_ARG_ALIASES = {
+    "gpu_memory_utilization": "memory_utilization",
+    "num_gpu_blocks_override": "num_kv_blocks",
+}
+
+ENGINE_ARGS_WITHOUT_EFFECT = frozenset({"enforce_eager", "trust_remote_code"})
+"""Names from vLLM that need nothing here: there are no captured graphs, and a model's code is
+never run, whatever the value."""
+
+_UNSUPPORTED_ENGINE_ARGS = {
+    "quantization": "weights are used as they are stored; open an already quantised file",
+    "cpu_offload_gb": "weights already live in main memory",
+    "swap_space": "preempted requests are recomputed, not swapped",
+    "hf_overrides": "edit config.json instead",
+    "revision": "name a local folder or file instead",
+    "tokenizer_revision": "name a local folder or file instead",
+    "tokenizer_mode": "the tokenizer is chosen by the file",
+    "kv_transfer_config": "external KV stores are not connected",
+    "limit_mm_per_prompt": "multimodal prompts are not supported",
+    "mm_processor_kwargs": "multimodal prompts are not supported",
+    "compilation_config": "nothing is compiled at run time",
+    "pooler_config": "pooling follows the model's own configuration",
+}
+
+
+def _raise_unknown_engine_arg(name: str, value: Any, known: set[str]) -> NoReturn:
+    if name in _UNSUPPORTED_ENGINE_ARGS:
+        raise UnsupportedFeatureError(
+            f"engine argument {name}={value!r} is not supported: {_UNSUPPORTED_ENGINE_ARGS[name]}"
+        )
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise InvalidParameterError(
+        f"unknown engine argument {name!r}{hint}", parameter=name, value=value
+    )
