@@ -33,7 +33,7 @@ JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 BUILD := build/dev
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # cmake and ninja come from PyPI, so that a compiler is all the system has to have.
 BUILD_REQUIRES := "scikit-build-core>=1.0" "nanobind>=3.0" "cmake>=3.22" ninja
 CPP_SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
@@ -56,7 +56,7 @@ $(STAMPS)/venv:
 	@# Debian's python3 has no ensurepip without python3-venv: then pip comes from the outer Python.
 	@$(PYTHON) -m venv $(VENV) >/dev/null 2>&1 || { \
 		$(PYTHON) -m venv --clear --without-pip $(VENV); \
-		$(PYTHON) -m pip --quiet --python $(BIN)/python install pip; }
+		$(PYTHON) -m pip -qq --python $(BIN)/python install pip; }
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/build-requires: | $(STAMPS)/venv
@@ -69,10 +69,10 @@ $(STAMPS)/install: pyproject.toml $(STAMPS)/build-requires
 	@CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PIP) install --no-build-isolation \
 		--config-settings=build-dir=$(BUILD) --config-settings=cmake.define.TELLIN_WERROR=$(WERROR) \
 		--editable .
-	@touch $@ $(STAMPS)/extension
+	@touch $@
 
 $(STAMPS)/extension: $(CPP_SOURCES) $(STAMPS)/install
-	@echo "compiling the extension"
+	@[ ! -e $@ ] || echo "compiling the extension"
 	@cmake --build $(BUILD) --parallel $(JOBS) > $(BUILD)/build.log || { cat $(BUILD)/build.log; exit 1; }
 	@cmake --install $(BUILD) --prefix "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >> $(BUILD)/build.log
 	@touch $@
