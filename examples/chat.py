@@ -1,5 +1,4 @@
 """A conversation of several turns; what was said before comes from the prefix cache.
-computed.
 
 python examples/chat.py [MODEL]
 """
