@@ -1,7 +1,7 @@
 """Random file tensors of every storage type and float64 references for the linear kernels' tests.
 
-Bytes are drawn at random except for the float16 scales, which stay finite and of ordinary size, so every
-code, sub-scale and minimum a format can express occurs. Values come from the `gguf` package's dequantisers.
+Bytes are drawn at random except for the float16 scales, which stay finite and of ordinary size, so
+every code, sub-scale and minimum a format can express occurs. Values come from the `gguf` package.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from tellin.loading.tensors import BLOCK_SIZES, QuantType
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 FLOAT_TYPES = (QuantType.F32, QuantType.F16, QuantType.BF16)
 BLOCK_TYPES = tuple(t for t in QuantType if t not in FLOAT_TYPES)
 
 # Byte offsets of the float16 scales inside a block.
-_SCALE_OFFSETS = {
+SCALE_OFFSETS = {
     QuantType.Q4_0: (0,),
     QuantType.Q4_1: (0, 2),
     QuantType.Q5_0: (0,),
@@ -37,7 +38,7 @@ _SCALE_OFFSETS = {
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A random tensor as stored (``data``: uint8 ``[num_bytes]``) and its exact float32 values ``[n, k]``."""
+    """A random tensor: ``data`` uint8 ``[num_bytes]``, exact float32 ``values`` ``[n, k]``."""
 
     quant_type: QuantType
     data: Bytes
@@ -73,7 +74,7 @@ def dequantize(quant_type: QuantType, data: Bytes, n: int, k: int) -> Floats:
 def random_blocks(quant_type: QuantType, rng: np.random.Generator, num_blocks: int) -> Bytes:
     """``[num_blocks, block_bytes]`` random valid blocks."""
     blocks = rng.integers(0, 256, (num_blocks, quant_type.block_bytes), dtype=np.uint8)
-    for offset in _SCALE_OFFSETS[quant_type]:
+    for offset in SCALE_OFFSETS[quant_type]:
         scales = rng.uniform(0.002, 0.02, num_blocks) * rng.choice((-1.0, 1.0), num_blocks)
         blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return blocks
@@ -92,7 +93,7 @@ def random_tensor(quant_type: QuantType, n: int, k: int, seed: int = 0) -> FileT
 def quantized_activations(x: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
     """Int8 activations and scales per 32 features, by the definition the kernels promise.
 
-    Returns codes ``[m, k]`` and scales ``[m, ceil(k / 32)]`` (float32 arithmetic, round half to even).
+    Returns codes ``[m, k]`` and scales ``[m, ceil(k / 32)]`` (float32, round half to even).
     """
     m, k = x.shape
     padded = np.zeros((m, -(-k // 32) * 32), np.float32)

@@ -1,4 +1,4 @@
-"""Linear kernels against float64 references: every storage type, variant, precision, tail and extreme."""
+"""Linear kernels against float64 references: every storage type, variant, precision and tail."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def run(variant: str, w: cases.FileTensor, x: cases.Floats, *, high: bool) -> ca
 
 
 def assert_close(out: cases.Floats, x: cases.Floats, w: cases.FileTensor, *, int8: bool) -> None:
-    """|error| <= roundings per feature (float: one per product; int8: four per block) x sum of magnitudes.
+    """|error| <= roundings x half an ulp x the sum of the products' magnitudes.
 
-    A format with minima computes scale * code and minimum apart, whose magnitudes can exceed their sum's:
-    the bound takes 16 x (the largest code x scale and the minimum, relative to typical values) more.
+    Roundings: one per product (float), four per block of 32 (int8). A format with minima computes
+    scale * code and minimum apart, each of which may be as large as the largest weight times x.
     """
     expected, magnitude = cases.reference_linear(x, w, int8=int8)
     roundings = (4 * w.k / 32 if int8 else w.k) + 4

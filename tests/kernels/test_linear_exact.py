@@ -1,0 +1,164 @@
+"""Promise 1 in the linear kernels: a row's value depends on nothing but the row and the weights.
+
+Every comparison here is bitwise. Also: integer extremes, values that are not finite, zero rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tellin.kernels import _C
+from tellin.loading.tensors import QuantType
+from tests.kernels import linear_cases as cases
+
+VARIANTS = _C.linear_variants()
+MODES = [(t, high) for t in QuantType for high in (False, True) if high or t in cases.BLOCK_TYPES]
+MODE_IDS = [f"{t.name}-{'float32' if high else 'int8'}" for t, high in MODES]
+SENTINEL = np.float32(-12345.0)
+
+
+def pack(variant: str, w: cases.FileTensor, high: bool) -> _C.PackedLinear:
+    return _C.PackedLinear(variant, int(w.quant_type), w.data, w.n, w.k, high)
+
+
+def run(packed: _C.PackedLinear, x: cases.Floats, n: int) -> cases.Floats:
+    out = np.full((x.shape[0], n), SENTINEL, np.float32)
+    packed.run(x, out, 0, x.shape[0], 0, packed.num_groups)
+    return out
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("quant_type", "high"), MODES, ids=MODE_IDS)
+def test_rectangles_and_batches_are_bitwise_equal(
+    variant: str, quant_type: QuantType, high: bool
+) -> None:
+    """Batches of 1 to 40 rows, random rectangles, rows at other positions; nothing else is written."""
+    rng = np.random.default_rng(int(quant_type))
+    n, k = 150, {256: 512, 32: 352, 1: 301}[quant_type.block_size]
+    w = cases.random_tensor(quant_type, n, k)
+    packed = pack(variant, w, high)
+    x = rng.standard_normal((40, k)).astype(np.float32) * rng.uniform(0.1, 9, (40, 1))
+    x = x.astype(np.float32)
+    full = run(packed, x, n)
+    assert np.isfinite(full).all()
+    for m in range(1, 40):
+        first = int(rng.integers(0, 40 - m + 1))
+        part = run(packed, x[first : first + m], n)
+        np.testing.assert_array_equal(part, full[first : first + m], err_msg=f"batch of {m}")
+    order = rng.permutation(40)
+    np.testing.assert_array_equal(run(packed, x[order], n), full[order])
+    for _ in range(60):
+        m0, m1 = np.sort(rng.integers(0, 41, 2)).tolist()
+        g0, g1 = np.sort(rng.integers(0, packed.num_groups + 1, 2)).tolist()
+        out = np.full_like(full, SENTINEL)
+        packed.run(x, out, m0, m1, g0, g1)
+        expected = np.full_like(full, SENTINEL)
+        expected[m0:m1, 16 * g0 : 16 * g1] = full[m0:m1, 16 * g0 : 16 * g1]
+        np.testing.assert_array_equal(out, expected, err_msg=f"rectangle {m0, m1, g0, g1}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    ("quant_type", "high"),
+    [(QuantType.Q4_1, False), (QuantType.Q6_K, False), (QuantType.F16, True)],
+    ids=["Q4_1", "Q6_K", "F16"],
+)
+def test_batches_beyond_one_pass(variant: str, quant_type: QuantType, high: bool) -> None:
+    """More tokens than share one pass over the weights."""
+    n, k = 48, 512
+    w = cases.random_tensor(quant_type, n, k)
+    packed = pack(variant, w, high)
+    x = np.random.default_rng(3).standard_normal((700, k)).astype(np.float32)
+    full = run(packed, x, n)
+    for m in (0, 95, 191, 192, 350, 699):
+        np.testing.assert_array_equal(run(packed, x[m : m + 1], n), full[m : m + 1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("quant_type", cases.BLOCK_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("code_byte", [0x00, 0xFF, 0x7F, 0x80])
+@pytest.mark.parametrize("sign", ["plus", "minus", "alternating"])
+def test_extreme_integers_do_not_saturate(
+    variant: str, quant_type: QuantType, code_byte: int, sign: str
+) -> None:
+    """All codes and all activations at their extremes: int16 partial sums must not wrap or clip."""
+    n, k = 16, 512
+    blocks = np.full((n * k // quant_type.block_size, quant_type.block_bytes), code_byte, np.uint8)
+    scale = np.float16(0.01).view(np.uint16)
+    for offset in cases.SCALE_OFFSETS[quant_type]:
+        blocks[:, offset : offset + 2] = np.array([scale]).view(np.uint8)
+    data = blocks.reshape(-1)
+    w = cases.FileTensor(quant_type, data, cases.dequantize(quant_type, data, n, k))
+    x = np.ones((3, k), np.float32)
+    if sign == "minus":
+        x = -x
+    elif sign == "alternating":
+        x[:, 1::2] = -1
+    out = run(pack(variant, w, False), x, n)
+    expected, magnitude = cases.reference_linear(x, w, int8=True)
+    scale_sum = np.abs(w.values).max() * k + 2 * magnitude + 512
+    assert (np.abs(out - expected) <= 4 * k * np.finfo(np.float32).eps * scale_sum).all()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(("quant_type", "high"), MODES, ids=MODE_IDS)
+def test_not_finite_activations_reach_every_output(
+    variant: str, bad: float, quant_type: QuantType, high: bool
+) -> None:
+    """A NaN or infinity in a row never looks healthy, and the neighbours do not feel it."""
+    n, k = 33, 512
+    w = cases.random_tensor(quant_type, n, k)
+    packed = pack(variant, w, high)
+    x = np.random.default_rng(1).standard_normal((9, k)).astype(np.float32)
+    clean = run(packed, x, n)
+    x[4, 77] = bad
+    out = run(packed, x, n)
+    assert not np.isfinite(out[4]).any()
+    if not high:
+        assert np.isnan(out[4]).all()
+    np.testing.assert_array_equal(np.delete(out, 4, 0), np.delete(clean, 4, 0))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("quant_type", cases.BLOCK_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-30, 1e34])
+def test_tiny_and_huge_activations(variant: str, quant_type: QuantType, value: float) -> None:
+    """Blocks of zeros, subnormals and large values: no NaN out of finite sums."""
+    n, k = 16, 256
+    w = cases.random_tensor(quant_type, n, k)
+    x = np.full((2, k), value, np.float32)
+    out = run(pack(variant, w, False), x, n)
+    if value < 1e-35:
+        np.testing.assert_array_equal(out, 0)
+    else:
+        expected, magnitude = cases.reference_linear(x, w, int8=True)
+        bound = 1e-5 * (magnitude + value * float(np.abs(w.values).max()) * k)
+        assert (np.abs(out - expected) <= bound).all()
+
+
+def test_wide_variants_agree_bitwise() -> None:
+    """AVX2 and AVX-512 do the same roundings in the same order."""
+    wide = [v for v in VARIANTS if v in ("avx2", "avx512")]
+    rng = np.random.default_rng(5)
+    for quant_type, high in MODES:
+        k = {256: 512, 32: 608, 1: 303}[quant_type.block_size]
+        w = cases.random_tensor(quant_type, 70, k)
+        x = rng.standard_normal((7, k)).astype(np.float32)
+        results = [run(pack(v, w, high), x, w.n) for v in wide]
+        for other in results[1:]:
+            np.testing.assert_array_equal(other, results[0], err_msg=f"{quant_type.name} {high}")
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_unaligned_file_bytes(variant: str) -> None:
+    """Tensors of a memory map start anywhere."""
+    w = cases.random_tensor(QuantType.Q4_K, 20, 512)
+    expected = run(pack(variant, w, False), np.ones((1, 512), np.float32), w.n)
+    for shift in (1, 3, 7):
+        room = np.zeros(w.data.size + 16, np.uint8)
+        room[shift : shift + w.data.size] = w.data
+        moved = cases.FileTensor(w.quant_type, room[shift : shift + w.data.size], w.values)
+        out = run(pack(variant, moved, False), np.ones((1, 512), np.float32), w.n)
+        np.testing.assert_array_equal(out, expected)
