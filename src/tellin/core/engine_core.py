@@ -1,0 +1,486 @@
+"""The core of an engine: schedule, execute, update.
+
+Owns the executor, the scheduler and the structured-output manager, and the order in which they are
+built and torn down. Sees ids and parameters only. One thread steps it; `abort_during_step` and
+`preprocess_add_request` may be called from others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import logging
+import queue
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from tellin.config import EngineConfig
+from tellin.core.kv_sizing import plan_kv_cache
+from tellin.core.request import Request, RequestStatus
+from tellin.core.scheduler import PauseState, Scheduler
+from tellin.core.structured_output import StructuredOutputManager
+from tellin.exceptions import (
+    EngineDeadError,
+    InvalidParameterError,
+    UnsupportedFeatureError,
+)
+from tellin.protocol import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, LoRARequest
+from tellin.step_protocol import ModelRunnerOutput, SchedulerOutput
+
+if TYPE_CHECKING:
+    from tellin.executor.executor import Executor
+
+logger = logging.getLogger("tellin.core")
+
+PAUSE_MODES = ("abort", "wait", "keep")
+UNBLOCK_WAIT_S = 0.001
+"""How long a step without work waits for a grammar, instead of spinning."""
+
+
+class EngineCore:
+    """Requests go in with `add_request`, outputs come out of `step`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor_class: type[Executor],
+        log_stats: bool = False,
+        failure_callback: Callable[[], None] | None = None,
+        tokenizer_info_factory: Callable[[], Any] | None = None,
+    ) -> None:
+        """Load the model, size the KV cache, get ready.
+
+        Raises:
+            LoadError: the model or the KV cache does not fit, or the file is not usable.
+        """
+        self.executor: Executor | None = None
+        self.scheduler: Scheduler | None = None
+        self.structured_output_manager: StructuredOutputManager | None = None
+        self._aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        self._idle_callbacks: list[Callable[[], None]] = []
+        self._lora_generations: dict[str, int] = {}
+        self._admission_counter = itertools.count()
+        self.log_stats = log_stats
+        try:
+            self._start(config, executor_class, failure_callback, tokenizer_info_factory)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(
+        self,
+        config: EngineConfig,
+        executor_class: type[Executor],
+        failure_callback: Callable[[], None] | None,
+        tokenizer_info_factory: Callable[[], Any] | None,
+    ) -> None:
+        from tellin import __version__
+
+        start = time.monotonic()
+        executor = self.executor = executor_class(config)
+        if failure_callback is not None:
+            executor.register_failure_callback(failure_callback)
+        sizes = plan_kv_cache(config, executor)
+        if sizes.max_model_len != config.model_config.max_model_len:
+            config = _with_max_model_len(config, sizes.max_model_len)
+            executor.collective_rpc("update_max_model_len", args=(sizes.max_model_len,))
+        executor.initialize_kv_cache(sizes.num_blocks)
+        self.config = config
+        if tokenizer_info_factory is None and not config.model_config.skip_tokenizer_init:
+            tokenizer_info_factory = getattr(executor, "load_tokenizer", None)
+        self.structured_output_manager = StructuredOutputManager(config, tokenizer_info_factory)
+        self.scheduler = Scheduler(
+            config, sizes.num_blocks, self.structured_output_manager, self.log_stats
+        )
+        self.ready = EngineCoreReady(
+            tellin_version=__version__,
+            max_model_len=sizes.max_model_len,
+            num_kv_blocks=sizes.num_blocks,
+            block_size=config.cache_config.block_size,
+            dtype=config.model_config.dtype,
+            world_size=config.parallel_config.world_size,
+            data_parallel_size=config.parallel_config.data_parallel_size,
+            kv_cache_size_tokens=sizes.num_tokens,
+            kv_cache_max_concurrency=sizes.max_concurrency,
+            supported_tasks=list(executor.supported_tasks),
+            isa=str(getattr(executor, "isa", "")),
+            num_threads=int(getattr(executor, "num_threads", 0)),
+        )
+        logger.info(
+            "engine core ready in %.2f s: %d KV blocks of %d tokens, %.1f requests of %d tokens",
+            time.monotonic() - start,
+            sizes.num_blocks,
+            config.cache_config.block_size,
+            sizes.max_concurrency,
+            sizes.max_model_len,
+        )
+
+    # ------------------------------------------------------------------ requests
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> Request:
+        """Make a `Request` and start to compile its grammar. Safe on any thread.
+
+        Raises:
+            TypeError: the id is not a string.
+            ValueError: the request is inconsistent or asks for what this engine cannot do.
+        """
+        if not isinstance(request.request_id, str):
+            raise TypeError(f"request_id must be a string, got {type(request.request_id).__name__}")
+        self._check_features(request)
+        lora = request.lora_request
+        prepared = Request.from_engine_core_request(
+            request,
+            max_model_len=self.config.model_config.max_model_len,
+            rng_key=self._draw_rng_key(),
+            lora_generation=self._lora_generations.get(lora.lora_name, 0) if lora else 0,
+            log_events=self.log_stats,
+        )
+        scheduler, manager = self._live()
+        scheduler.check_admissible(prepared)
+        if self.config.cache_config.enable_prefix_caching:
+            scheduler.kv_cache_manager.hasher.extend(prepared)
+        params = request.sampling_params
+        if params is not None and params.structured_outputs is not None:
+            manager.start(prepared, params.structured_outputs)
+        return prepared
+
+    def _check_features(self, request: EngineCoreRequest) -> None:
+        if request.prompt_embeds is not None:
+            raise UnsupportedFeatureError("this model takes no prompt_embeds; pass token ids")
+        if request.mm_features:
+            raise UnsupportedFeatureError("this model takes text only, no multimodal items")
+        if request.resumable:
+            raise UnsupportedFeatureError("streaming input (resumable=True) is not supported")
+        if request.lora_request is not None and self.config.lora_config is None:
+            raise UnsupportedFeatureError("LoRA is off; start the engine with enable_lora=True")
+        if request.pooling_params is not None:
+            task = request.pooling_params.task
+            if task not in self.ready.supported_tasks:
+                raise UnsupportedFeatureError(
+                    f"this model does not support the task {task!r}, only "
+                    f"{self.ready.supported_tasks}"
+                )
+        elif "generate" not in self.ready.supported_tasks:
+            raise UnsupportedFeatureError(
+                f"this model does not generate; it supports {self.ready.supported_tasks}"
+            )
+
+    def _draw_rng_key(self) -> int:
+        """Key of a request without a seed: from the engine's seed and the order of admission."""
+        data = f"{self.config.model_config.seed}:{next(self._admission_counter)}".encode()
+        return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
+
+    def add_request(self, request: Request) -> None:
+        """Hand a prepared request to the scheduler.
+
+        Raises:
+            DuplicateRequestError, ContextLengthError: see `Scheduler.add_request`.
+        """
+        self._live()[0].add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> None:
+        """End requests without a further output. Unknown ids are ignored."""
+        self._live()[0].finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+
+    def abort_during_step(self, request_ids: Iterable[str]) -> None:
+        """Like `abort_requests`, from any thread; takes effect before results are applied."""
+        self._aborts.put(list(request_ids))
+
+    def abort_all(self) -> dict[int, EngineCoreOutputs]:
+        """End everything; returns the last output of each request, by client."""
+        scheduler = self._live()[0]
+        scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED, emit=True)
+        return scheduler.take_pending_outputs()
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler is not None and self.scheduler.has_requests()
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self) -> tuple[dict[int, EngineCoreOutputs], bool]:
+        """Schedule, execute, update.
+
+        Returns:
+            Outputs by client index, and whether the model ran.
+
+        Raises:
+            EngineDeadError: the model failed and the executor is not intact.
+        """
+        scheduler, _ = self._live()
+        self._apply_aborts()
+        if not scheduler.has_requests():
+            return {}, False
+        scheduler_output = scheduler.schedule()
+        start = time.monotonic()
+        try:
+            model_output = self._execute(scheduler_output)
+        except Exception as error:
+            self._fail_step(scheduler_output, error)
+            return scheduler.take_pending_outputs(), False
+        self._apply_aborts()
+        outputs = scheduler.update_from_output(scheduler_output, model_output)
+        executed = scheduler_output.total_num_scheduled_tokens > 0
+        if executed:
+            _stamp_step_time(outputs, time.monotonic() - start)
+        elif not outputs and scheduler.room.blocked:
+            scheduler.wait_for_unblock(UNBLOCK_WAIT_S)
+        return outputs, executed
+
+    def _execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run the model on a step; None when nothing was scheduled."""
+        executor = self.executor
+        assert executor is not None
+        scheduler, manager = self._live()
+        if scheduler_output.total_num_scheduled_tokens == 0:
+            if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+                executor.execute_model(scheduler_output)  # only to let the worker forget them
+            return None
+        if not scheduler_output.structured_output_req_ids:
+            executor.execute_model(scheduler_output)
+            return executor.sample_tokens(None)
+        future = executor.execute_model(scheduler_output, non_block=True)
+        grammar_output = manager.grammar_output(scheduler_output, scheduler.requests)
+        if future is not None:
+            future.result()
+        return executor.sample_tokens(grammar_output)
+
+    def _apply_aborts(self) -> None:
+        while not self._aborts.empty():
+            self.abort_requests(self._aborts.get())
+
+    def _fail_step(self, scheduler_output: SchedulerOutput, error: Exception) -> None:
+        """End what was in a step that raised; give up if the executor is broken."""
+        assert self.executor is not None
+        logger.exception("step failed: %s", describe_step(scheduler_output))
+        scheduler, _ = self._live()
+        message = f"the step failed: {type(error).__name__}: {error}"
+        scheduler.fail_step(scheduler_output, message)
+        try:
+            self.executor.check_health()
+        except Exception as cause:
+            raise EngineDeadError(f"{message} ({cause})") from error
+
+    def post_step(self, executed: bool) -> None:
+        """Called after every step by the loop that drives this core; a hook for subclasses."""
+
+    # ------------------------------------------------------------------ pause, sleep, caches
+
+    def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> Future[None] | None:
+        """Stop admitting requests; new ones are queued.
+
+        ``abort`` ends every request (their last outputs come with the next step), ``keep`` freezes
+        them, ``wait`` lets those that run finish and returns a future that is done when they have.
+
+        Raises:
+            InvalidParameterError: unknown mode.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidParameterError(
+                f"mode must be one of {list(PAUSE_MODES)}, got {mode!r}",
+                parameter="mode",
+                value=mode,
+            )
+        scheduler, _ = self._live()
+        if mode == "keep":
+            scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        else:
+            scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        if mode == "abort":
+            scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED, emit=True)
+        if mode == "wait" and scheduler.has_unfinished_requests():
+            future: Future[None] = Future()
+            self._idle_callbacks.append(lambda: self._finish_pause(future, clear_cache))
+            return future
+        if clear_cache:
+            self._clear_caches()
+        return None
+
+    def _finish_pause(self, future: Future[None], clear_cache: bool) -> None:
+        try:
+            if clear_cache:
+                self._clear_caches()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    def run_idle_callbacks(self) -> None:
+        """Called by the driving loop when there is no work."""
+        callbacks, self._idle_callbacks = self._idle_callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def _clear_caches(self) -> None:
+        self.reset_prefix_cache(reset_running_requests=True)
+        self.reset_mm_cache()
+        self.reset_encoder_cache()
+
+    def resume_scheduler(self) -> None:
+        self._live()[0].set_pause_state(PauseState.UNPAUSED)
+
+    def is_scheduler_paused(self) -> bool:
+        return self._live()[0].pause_state is not PauseState.UNPAUSED
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> Future[None] | None:
+        """Pause; from level 1 on also give back the KV cache, from level 2 on the weights.
+
+        Raises:
+            InvalidParameterError: unknown level or mode.
+        """
+        if level not in (0, 1, 2):
+            raise InvalidParameterError(
+                f"level must be 0, 1 or 2, got {level!r}", parameter="level", value=level
+            )
+        pending = self.pause_scheduler(mode, clear_cache=level >= 1)
+        if level == 0:
+            return pending
+        executor = self.executor
+        assert executor is not None
+        if pending is None:
+            executor.sleep(level)
+            return None
+        done: Future[None] = Future()
+
+        def asleep(paused: Future[None]) -> None:
+            try:
+                paused.result()
+                executor.sleep(level)
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        pending.add_done_callback(asleep)
+        return done
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Undo `sleep`. Scheduling resumes once all of the executor is awake.
+
+        Raises:
+            InvalidParameterError: a tag other than weights, kv_cache, scheduling.
+        """
+        unknown = set(tags or ()) - {"weights", "kv_cache", "scheduling"}
+        if unknown:
+            raise InvalidParameterError(
+                f"tags must be among weights, kv_cache and scheduling, got {sorted(unknown)}",
+                parameter="tags",
+                value=tags,
+            )
+        executor = self.executor
+        assert executor is not None
+        executor_tags = None if tags is None else [tag for tag in tags if tag != "scheduling"]
+        if executor.is_sleeping and (executor_tags is None or executor_tags):
+            executor.wake_up(executor_tags)
+        if not executor.is_sleeping:
+            self.resume_scheduler()
+
+    def is_sleeping(self) -> bool:
+        assert self.executor is not None
+        return self.is_scheduler_paused() or bool(self.executor.is_sleeping)
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Forget cached KV blocks; False while blocks are in use (see the scheduler).
+
+        ``reset_connector`` also clears an external KV store; without one that part succeeds.
+        """
+        return self._live()[0].reset_prefix_cache(reset_running_requests)
+
+    def reset_mm_cache(self) -> None:
+        """Forget processed multimodal items: none are kept by text models."""
+
+    def reset_encoder_cache(self) -> None:
+        """Forget encoder outputs: none are kept by text models."""
+
+    # ------------------------------------------------------------------ pass-through
+
+    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
+        self._executor().profile(is_start, prefix)
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        return self._executor().collective_rpc(method, timeout, tuple(args), kwargs or {})
+
+    def execute_dummy_batch(self) -> None:
+        self._executor().execute_dummy_batch()
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return tuple(self.ready.supported_tasks)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter. What was cached under its name before is not served any more."""
+        added = self._executor().add_lora(lora_request)
+        name = lora_request.lora_name
+        self._lora_generations[name] = self._lora_generations.get(name, 0) + 1
+        return bool(added)
+
+    def remove_lora(self, lora_id: int) -> bool:
+        return bool(self._executor().remove_lora(lora_id))
+
+    def pin_lora(self, lora_id: int) -> bool:
+        return bool(self._executor().pin_lora(lora_id))
+
+    def list_loras(self) -> set[int]:
+        return set(self._executor().list_loras())
+
+    # ------------------------------------------------------------------ end
+
+    def _executor(self) -> Executor:
+        if self.executor is None:
+            raise EngineDeadError("it was shut down")
+        return self.executor
+
+    def _live(self) -> tuple[Scheduler, StructuredOutputManager]:
+        if self.scheduler is None or self.structured_output_manager is None:
+            raise EngineDeadError("it was shut down")
+        return self.scheduler, self.structured_output_manager
+
+    def shutdown(self) -> None:
+        """Give everything back. Idempotent, and safe after a constructor that failed half-way."""
+        manager, self.structured_output_manager = self.structured_output_manager, None
+        scheduler, self.scheduler = self.scheduler, None
+        executor, self.executor = self.executor, None
+        for part in (manager, scheduler, executor):
+            if part is None:
+                continue
+            try:
+                part.shutdown()
+            except Exception:
+                logger.exception("shutting down %s failed", type(part).__name__)
+
+
+def describe_step(scheduler_output: SchedulerOutput) -> str:
+    """A step in lengths only, for a log: never ids."""
+    try:
+        return (
+            f"step {scheduler_output.step_counter}, "
+            f"{scheduler_output.total_num_scheduled_tokens} tokens of "
+            f"{len(scheduler_output.num_scheduled_tokens)} requests, new: "
+            f"{scheduler_output.scheduled_new_reqs}"
+        )
+    except Exception as error:
+        return f"(not describable: {error})"
+
+
+def _stamp_step_time(outputs: dict[int, EngineCoreOutputs], step_time_s: float) -> None:
+    for batch in outputs.values():
+        if batch.scheduler_stats is not None:
+            batch.scheduler_stats.step_time_s = step_time_s
+
+
+def _with_max_model_len(config: EngineConfig, max_model_len: int) -> EngineConfig:
+    return dataclasses.replace(
+        config,
+        model_config=dataclasses.replace(config.model_config, max_model_len=max_model_len),
+        scheduler_config=dataclasses.replace(config.scheduler_config, max_model_len=max_model_len),
+    )

@@ -1,0 +1,649 @@
+"""Decides what every step computes, and what its results mean for the requests.
+
+There is no prefill phase and no decode phase: every step hands each request as many of its known but
+uncomputed ids as the token budget allows. Owns all live requests, the block tables (through
+`KVCacheManager`) and the prefix cache; never samples and never sees text or tensors. A worker's
+mirror follows from the stream of `SchedulerOutput`s alone.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Sequence
+
+from tellin.config import EngineConfig
+from tellin.core.invariants import check_invariants
+from tellin.core.kv_cache_manager import KVCacheManager, PrefixHit
+from tellin.core.kv_cache_metrics import KVCacheMetricsCollector
+from tellin.core.kv_events import KVEventRecorder
+from tellin.core.prefix_sharing import InFlightPrefixes
+from tellin.core.request import Request, RequestStatus
+from tellin.core.step_plan import NO_BLOCKS, StepPlan
+from tellin.core.step_results import StepResults
+from tellin.core.structured_output import StructuredOutputManager
+from tellin.core.waiting_room import WaitingRoom
+from tellin.exceptions import ContextLengthError, DuplicateRequestError
+from tellin.protocol import (
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    PrefillStats,
+    SchedulerStats,
+)
+from tellin.step_protocol import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+
+MIN_PREFILL_CHUNK = 32
+"""A prompt that leaves budget to others still gets this many tokens a step: a smaller chunk costs
+a pass over the weights almost as long."""
+
+MAX_LOOK_PAST = 8
+"""How many requests that do not fit are looked past in one step, in search of one that does."""
+
+MAX_OVERTAKEN = 32
+"""A request that did not fit may be overtaken so often; then the line waits for it."""
+
+_RUNNING = RequestStatus.RUNNING
+
+
+class PauseState(enum.IntEnum):
+    UNPAUSED = 0
+    PAUSED_NEW = 1
+    """Requests that have run may go on; nothing new is admitted."""
+    PAUSED_ALL = 2
+    """Nothing is scheduled."""
+
+
+class Scheduler:
+    """One engine's scheduler. Not thread-safe: only the engine's stepping thread may call it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        num_kv_blocks: int,
+        structured_output_manager: StructuredOutputManager | None = None,
+        log_stats: bool = False,
+    ) -> None:
+        scheduler_config, cache_config = config.scheduler_config, config.cache_config
+        spec = config.speculative_config
+        self.config = config
+        self.max_num_seqs = scheduler_config.max_num_seqs
+        self.max_model_len = config.model_config.max_model_len
+        self.long_prefill_token_threshold = scheduler_config.long_prefill_token_threshold
+        self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
+        self.reserve_full_isl = scheduler_config.scheduler_reserve_full_isl
+        self.num_spec_tokens = spec.num_speculative_tokens if spec is not None else 0
+        writes_kv = spec is not None and spec.method == "draft_model"
+        self.num_lookahead_tokens = self.num_spec_tokens if writes_kv else 0
+        self.max_num_scheduled_tokens = scheduler_config.max_num_batched_tokens
+        if writes_kv:  # the drafter feeds one more token per request
+            self.max_num_scheduled_tokens -= self.max_num_seqs
+            if self.max_num_scheduled_tokens <= 0:
+                raise ValueError(
+                    f"max_num_batched_tokens={scheduler_config.max_num_batched_tokens} leaves "
+                    f"nothing after one draft token for each of max_num_seqs={self.max_num_seqs}; "
+                    "raise the former or lower the latter"
+                )
+        sample = cache_config.kv_cache_metrics_sample
+        self.kv_cache_manager = KVCacheManager(
+            num_kv_blocks,
+            cache_config.block_size,
+            self.max_model_len,
+            enable_caching=cache_config.enable_prefix_caching,
+            hash_algorithm=cache_config.prefix_caching_hash_algo,
+            watermark=scheduler_config.watermark,
+            num_lookahead_tokens=self.num_lookahead_tokens,
+            metrics=KVCacheMetricsCollector(sample) if log_stats and sample > 0 else None,
+            events=KVEventRecorder() if cache_config.enable_kv_cache_events else None,
+        )
+        self.structured_output_manager = structured_output_manager
+        self.log_stats = log_stats
+        self.check_invariants = config.settings.check_invariants
+
+        self.requests: dict[str, Request] = {}
+        self.room = WaitingRoom(scheduler_config.policy)
+        self.running: list[Request] = []
+        self.in_flight_prefixes = InFlightPrefixes(cache_config.block_size)
+        self.finished_req_ids: set[str] = set()
+        self.reset_preempted_req_ids: set[str] = set()
+        self.current_step = 0
+        self.num_preemptions = 0
+        self.pause_state = PauseState.UNPAUSED
+        self.plan: StepPlan | None = None
+        self._results = StepResults(self)
+
+    # ------------------------------------------------------------------ requests come and go
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            DuplicateRequestError: a live request has this id.
+            ContextLengthError: it could never be completed.
+        """
+        if request.request_id in self.requests:
+            raise DuplicateRequestError(
+                f"request id {request.request_id!r} is in use by a live request; choose another id"
+            )
+        self.check_admissible(request)
+        self.requests[request.request_id] = request
+        request.record_event(EngineCoreEventType.QUEUED)
+        if request.structured_output_request is not None:
+            request.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+            self.room.block_on_grammar(request)
+            request.structured_output_request.when_done(lambda: self.room.grammar_compiled(request))
+        else:
+            self.room.add(request)
+
+    def check_admissible(self, request: Request) -> None:
+        """Refuse what no schedule can complete. Raises ContextLengthError."""
+        num_prompt, limit = request.num_prompt_tokens, self.max_model_len
+        if num_prompt == 0:
+            raise ContextLengthError("the prompt is empty; it must have at least one token")
+        if num_prompt > limit or (num_prompt == limit and request.sampling_params is not None):
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens, but the model's context is max_model_len="
+                f"{limit} tokens including at least one output token; shorten the prompt"
+            )
+        if not self.enable_chunked_prefill and num_prompt > self.max_num_scheduled_tokens:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens, but without chunked prefill a step takes at "
+                f"most {self.max_num_scheduled_tokens}; raise max_num_batched_tokens"
+            )
+        pool = self.kv_cache_manager.pool
+        num_tokens = request.max_total_tokens + self.num_lookahead_tokens
+        num_blocks = self.kv_cache_manager.num_blocks_for(num_tokens)
+        if num_blocks > pool.num_usable_blocks:
+            size = self.kv_cache_manager.block_size
+            raise ContextLengthError(
+                f"prompt and output may take {request.max_total_tokens} tokens = {num_blocks} KV "
+                f"blocks, but the pool has {pool.num_usable_blocks} blocks = "
+                f"{pool.num_usable_blocks * size} tokens; lower max_tokens or enlarge the pool"
+            )
+
+    def finish_requests(
+        self,
+        request_ids: str | Iterable[str] | None,
+        status: RequestStatus,
+        *,
+        error: str | None = None,
+        emit: bool = False,
+    ) -> list[tuple[str, int]]:
+        """End live requests from outside; None = all. Unknown and finished ids are ignored.
+
+        With ``emit`` each gets a last output, which the next step delivers.
+
+        Returns:
+            ``(request id, client index)`` of those that were ended.
+        """
+        if request_ids is None:
+            ids = list(self.requests)
+        else:
+            ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        requests = [self.requests[i] for i in dict.fromkeys(ids) if i in self.requests]
+        self.room.remove(requests)
+        if any(request.status is _RUNNING for request in requests):
+            ended = set(map(id, requests))
+            self.running = [r for r in self.running if id(r) not in ended]
+        for request in requests:
+            request.status = status
+            request.error = error or request.error
+            self.free_request(request)
+            if emit:
+                self._results.emit_final(request)
+        return [(request.request_id, request.client_index) for request in requests]
+
+    def free_request(self, request: Request) -> None:
+        """Give back everything a finished request holds. It must be in no queue any more."""
+        self.release_blocks(request)
+        if request.structured_output_request is not None:
+            request.structured_output_request.cancel()
+        del self.requests[request.request_id]
+        self.finished_req_ids.add(request.request_id)
+        if request.lora_request is not None:
+            self.room.adapter_freed()
+        self.room.dirty = True
+
+    def release_blocks(self, request: Request) -> None:
+        """Free its blocks and tell those who waited for them."""
+        self.in_flight_prefixes.unregister(request)
+        if request.prefix_waiters:
+            self.room.release_prefix_waiters(request, None)
+        self.kv_cache_manager.free(request)
+
+    # ------------------------------------------------------------------ one step
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's work.
+
+        Running requests come first: those that decode, then prompts in progress; then the line.
+        Every step must be answered by `update_from_output` (or `fail_step`) before the next.
+        """
+        if self.plan is not None:
+            raise RuntimeError("schedule() was called while a step is in flight")
+        self.current_step += 1
+        plan = StepPlan(self.max_num_scheduled_tokens, self.current_step)
+        if self.room.blocked:
+            self._poll_blocked()
+        if self.pause_state is not PauseState.PAUSED_ALL:
+            self._schedule_decodes(plan)
+            capped = self._schedule_prefill_chunks(plan) if plan.prefills else []
+            if not plan.preempted_ids:
+                self._schedule_waiting(plan)
+            for request in capped:
+                self._top_up(request, plan)
+        self.plan = plan
+        return self._build_output(plan)
+
+    def _schedule_decodes(self, plan: StepPlan) -> None:
+        """One token, plus drafts, for every request of which only the last id is uncomputed.
+
+        The rest go to ``plan.prefills``. The first branch is what nearly every request takes in
+        nearly every step; it avoids calls.
+        """
+        budget = plan.budget
+        lookahead = self.num_lookahead_tokens
+        spare = budget - len(self.running)  # what drafts may use: every decode gets its one token
+        num_scheduled_tokens, add_request = plan.num_scheduled_tokens, plan.requests.append
+        for request in tuple(self.running):
+            num_computed = request.num_computed_tokens
+            if request.num_tokens - num_computed != 1 or request.status is not _RUNNING:
+                if request.status is _RUNNING:
+                    plan.prefills.append(request)
+                continue
+            if num_computed + lookahead < request.num_slots and not request.spec_token_ids:
+                plan.cached.append(
+                    CachedRequestData(
+                        request.request_id,
+                        NO_BLOCKS,
+                        num_computed,
+                        num_computed + 1 - request.num_prompt_tokens,
+                    )
+                )
+                request.num_computed_tokens = num_computed + 1
+                num_scheduled_tokens[request.request_id] = 1
+                add_request(request)
+                budget -= 1
+                continue
+            plan.budget = budget
+            spare -= self._schedule_decode_with_drafts(request, plan, spare)
+            budget = plan.budget
+            add_request = plan.requests.append
+        plan.budget = budget
+
+    def _schedule_decode_with_drafts(self, request: Request, plan: StepPlan, spare: int) -> int:
+        """Returns how many draft tokens were scheduled. Drafts never cost another its blocks."""
+        drafts = request.spec_token_ids
+        request.spec_token_ids = []
+        room = request.max_total_tokens - request.num_tokens - 1
+        drafts = drafts[: max(0, min(spare, room))]
+        if drafts:
+            new_block_ids = self.kv_cache_manager.allocate_slots(request, 1 + len(drafts))
+            if new_block_ids is not None:
+                plan.add_running(request, 1 + len(drafts), new_block_ids)
+                plan.spec_token_ids[request.request_id] = drafts
+                return len(drafts)
+        self._schedule_running(request, 1, plan)
+        return 0
+
+    def _schedule_prefill_chunks(self, plan: StepPlan) -> list[Request]:
+        """A chunk for every running request whose prompt is in progress.
+
+        Fairness: a prompt that cannot be finished in this step leaves half of the budget to those
+        behind it, in the running set or in line; returns such prompts, to be topped up with what
+        the others did not use.
+        """
+        capped = []
+        line = self._may_admit()
+        for index, request in enumerate(plan.prefills):
+            if plan.budget < 1:
+                break
+            if request.status is not _RUNNING:
+                continue
+            num_tokens = request.num_tokens - request.num_computed_tokens
+            if 0 < self.long_prefill_token_threshold < num_tokens:
+                num_tokens = self.long_prefill_token_threshold
+            if num_tokens > plan.budget:
+                num_tokens = plan.budget
+                if line or index + 1 < len(plan.prefills):
+                    num_tokens = min(num_tokens, max(num_tokens // 2, MIN_PREFILL_CHUNK))
+                    capped.append(request)
+            self._schedule_running(request, num_tokens, plan)
+        return capped
+
+    def _schedule_running(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
+        """Plan a running request; preempts others, or itself, when blocks are short."""
+        while True:
+            new_block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
+            if new_block_ids is not None:
+                plan.add_running(request, num_tokens, new_block_ids)
+                return
+            # The last in the policy's order pays: the first of them is never preempted, and ends.
+            victim = max(self.running, key=self.room.key)
+            plan.take_out(victim)
+            self._preempt(victim)
+            plan.preempted_ids.add(victim.request_id)
+            if victim is request:
+                return
+
+    def _top_up(self, request: Request, plan: StepPlan) -> None:
+        num_planned = plan.num_scheduled_tokens.get(request.request_id, 0)
+        num_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
+        if self.long_prefill_token_threshold > 0:
+            num_tokens = min(num_tokens, self.long_prefill_token_threshold - num_planned)
+        if num_planned == 0 or num_tokens <= 0:
+            return
+        new_block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
+        if new_block_ids is not None:
+            plan.extend_running(request, num_tokens, new_block_ids)
+
+    def _preempt(self, request: Request) -> None:
+        """Take the blocks away; known ids, grammar and randomness are kept, KV is recomputed."""
+        self.running.remove(request)
+        self.release_blocks(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.spec_token_ids = []
+        request.num_preemptions += 1
+        self.num_preemptions += 1
+        request.record_event(EngineCoreEventType.PREEMPTED)
+        if request.lora_request is not None:
+            self.room.adapter_freed()
+        self.room.add(request)
+
+    # ------------------------------------------------------------------ admission
+
+    def _may_admit(self) -> bool:
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return False
+        return self.room.has_candidates(self.pause_state is PauseState.PAUSED_NEW)
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        """Admit requests in line while there are seats, budget and blocks.
+
+        Looks at the line only if something has changed since it was found blocked. One that does
+        not fit is looked past, within bounds, so that it neither starves others nor is starved.
+        """
+        room = self.room
+        if not room.dirty or not self._may_admit():
+            return
+        preempted_only = self.pause_state is PauseState.PAUSED_NEW
+        passed: list[Request] = []
+        num_reserved = room.num_reserved_blocks + sum(
+            map(self.kv_cache_manager.num_missing_blocks, plan.prefills)
+        )
+        room.dirty = False
+        while True:
+            if plan.budget < 1:
+                room.dirty = True  # the next step has a new budget
+                break
+            if len(self.running) + room.num_reserved_seats >= self.max_num_seqs:
+                break
+            if len(passed) >= MAX_LOOK_PAST or (request := room.pop(preempted_only)) is None:
+                break
+            hit = self.kv_cache_manager.get_computed_blocks(request)
+            if self._defer(request, hit) or self._lacks_adapter_slot(request):
+                continue
+            num_tokens = request.num_tokens - hit.num_tokens
+            if 0 < self.long_prefill_token_threshold < num_tokens:
+                num_tokens = self.long_prefill_token_threshold
+            if num_tokens > plan.budget and not self.enable_chunked_prefill:
+                passed.append(request)
+                room.dirty = True
+                break
+            num_tokens = min(num_tokens, plan.budget)
+            if not self._fits(request, hit, num_tokens, num_reserved):
+                passed.append(request)
+                if request.num_overtaken >= MAX_OVERTAKEN:
+                    break
+                continue
+            self._admit(request, hit, num_tokens, plan)
+            num_reserved += self.kv_cache_manager.num_missing_blocks(request)
+            for other in passed:
+                other.num_overtaken += 1
+        dirty = room.dirty
+        for request in passed:
+            room.add(request)
+        room.dirty = dirty
+
+    def _fits(self, request: Request, hit: PrefixHit, num_tokens: int, num_reserved: int) -> bool:
+        """Whether enough blocks are free, besides those promised to others."""
+        manager = self.kv_cache_manager
+        num_needed = manager.num_blocks_to_admit(request, hit, num_tokens, self.reserve_full_isl)
+        if self.running:
+            num_needed += manager.watermark_blocks
+            if request.status is RequestStatus.PREEMPTED:
+                # Room for everybody's next block, or it would be preempted again at once.
+                num_needed += len(self.running)
+        return num_needed <= manager.pool.get_num_free_blocks() - num_reserved
+
+    def _defer(self, request: Request, hit: PrefixHit) -> bool:
+        """Let it wait for a prefix that a running request is computing now, if there is one."""
+        if not self.kv_cache_manager.enable_caching or not self.in_flight_prefixes:
+            return False
+        if request.skip_reading_prefix_cache:
+            return False
+        found = self.in_flight_prefixes.find_owner(request, len(hit.block_ids))
+        if found is None:
+            return False
+        owner, num_tokens = found
+        request.num_deferrals += 1
+        num_blocks = self.kv_cache_manager.num_blocks_for(request.num_tokens)
+        num_shared = num_tokens // self.kv_cache_manager.block_size
+        self.room.block_on_prefix(request, owner, num_tokens, num_blocks - num_shared)
+        return True
+
+    def _lacks_adapter_slot(self, request: Request) -> bool:
+        lora_config = self.config.lora_config
+        if request.lora_request is None or lora_config is None:
+            return False
+        adapters = {r.lora_int_id for r in self.running if r.lora_request is not None}
+        if request.lora_int_id in adapters or len(adapters) < lora_config.max_loras:
+            return False
+        self.room.block_on_adapter(request)
+        return True
+
+    def _admit(self, request: Request, hit: PrefixHit, num_tokens: int, plan: StepPlan) -> None:
+        resumed = request.status is RequestStatus.PREEMPTED
+        if not resumed and request.status is not RequestStatus.WAITING:
+            raise RuntimeError(f"request {request.request_id} in line is {request.status.name}")
+        manager = self.kv_cache_manager
+        plan.copies += manager.admit(request, hit, num_tokens)
+        if manager.enable_caching:
+            if not request.skip_reading_prefix_cache:
+                manager.prefix_cache_stats.record(request.num_tokens, hit.num_tokens, resumed)
+            manager.hasher.extend(request)
+            first, last = len(hit.block_ids), len(request.block_hashes)
+            if first < last:
+                self.in_flight_prefixes.register(request, first, last)
+        if not resumed:
+            num_cached = min(hit.num_tokens, request.num_prompt_tokens)
+            request.prefill_stats = PrefillStats(
+                request.num_prompt_tokens,
+                request.num_prompt_tokens - num_cached,
+                num_cached,
+                num_cached,
+            )
+        request.status = _RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        request.first_output_pending = True
+        request.has_fast_update = False
+        request.record_event(EngineCoreEventType.SCHEDULED)
+        self.running.append(request)
+        plan.add_admitted(request, num_tokens, resumed)
+
+    def _poll_blocked(self) -> None:
+        """Requests whose grammar is compiled go in line; those whose grammar failed end."""
+        if self.structured_output_manager is not None:
+            self.structured_output_manager.expire()
+        self._take_compiled(self.room.take_compiled())
+
+    def wait_for_unblock(self, timeout_s: float) -> None:
+        """Sleep until a blocked request's grammar is compiled, at most ``timeout_s``."""
+        self._take_compiled(self.room.take_compiled(timeout_s))
+
+    def _take_compiled(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            structured = request.structured_output_request
+            assert structured is not None
+            error = structured.error
+            if error is None:
+                request.status = RequestStatus.WAITING
+                self.room.unblock(request)
+            else:
+                request.error_is_client_fault = structured.error_is_client_fault
+                self.finish_requests(
+                    request.request_id, RequestStatus.FINISHED_ERROR, error=error, emit=True
+                )
+
+    # ------------------------------------------------------------------ results
+
+    def _build_output(self, plan: StepPlan) -> SchedulerOutput:
+        finished, self.finished_req_ids = self.finished_req_ids, set()
+        preempted, self.reset_preempted_req_ids = self.reset_preempted_req_ids, set()
+        grammar_ids = []
+        if self.structured_output_manager is not None:
+            grammar_ids = [
+                r.request_id
+                for r in plan.requests
+                if r.structured_output_request is not None and r.num_computed_tokens >= r.num_tokens
+            ]
+        plan.num_total = self.max_num_scheduled_tokens - plan.budget
+        return SchedulerOutput(
+            plan.new,
+            plan.cached,
+            plan.num_scheduled_tokens,
+            plan.num_total,
+            plan.spec_token_ids,
+            finished,
+            preempted | plan.preempted_ids,
+            grammar_ids,
+            self.num_spec_tokens,
+            plan.step_counter,
+            plan.copies,
+        )
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_output: ModelRunnerOutput | None
+    ) -> dict[int, EngineCoreOutputs]:
+        """Apply a step's results: append ids, stop what is done, publish blocks, make outputs.
+
+        ``model_output`` is None for a step in which nothing was scheduled.
+        """
+        plan = self.take_plan(scheduler_output)
+        outputs = self._results.apply(plan, model_output)
+        if self.check_invariants:
+            check_invariants(self)
+        return self._results.package(outputs, plan, model_output)
+
+    def fail_step(self, scheduler_output: SchedulerOutput, error: str) -> None:
+        """The step did not run. What was in it ends with ERROR; the next step delivers that."""
+        plan = self.take_plan(scheduler_output)
+        ids = [r.request_id for r in plan.requests if r.status is _RUNNING]
+        # What the workers should have learned from this step they learn from the next.
+        self.finished_req_ids |= scheduler_output.finished_req_ids
+        self.reset_preempted_req_ids |= scheduler_output.preempted_req_ids
+        self.finish_requests(ids, RequestStatus.FINISHED_ERROR, error=error, emit=True)
+        if self.check_invariants:
+            check_invariants(self)
+
+    def take_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        plan, self.plan = self.plan, None
+        if plan is None or plan.step_counter != scheduler_output.step_counter:
+            raise RuntimeError(
+                f"step {scheduler_output.step_counter} is not in flight: results must be given "
+                "once, in the order in which steps were scheduled"
+            )
+        return plan
+
+    def take_pending_outputs(self) -> dict[int, EngineCoreOutputs]:
+        """Last outputs of requests that were ended between steps."""
+        pending: dict[int, list[EngineCoreOutput]] = self._results.take_pending()
+        return {client: EngineCoreOutputs(outputs=batch) for client, batch in pending.items()}
+
+    # ------------------------------------------------------------------ pause, reset, counts
+
+    def set_pause_state(self, state: PauseState) -> None:
+        self.pause_state = state
+        self.room.dirty = True
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Forget all cached blocks. False, and no change, while blocks are in use.
+
+        With ``reset_running_requests`` the running requests are preempted first and recomputed
+        later, in their old order.
+        """
+        if reset_running_requests:
+            for request in reversed(list(self.running)):
+                self._preempt(request)
+                self.reset_preempted_req_ids.add(request.request_id)
+        return self.kv_cache_manager.reset_prefix_cache()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Requests that a step could bring forward in the present pause state."""
+        if self.pause_state is PauseState.PAUSED_ALL:
+            return 0
+        if self.pause_state is PauseState.PAUSED_NEW:
+            return len(self.running) + self._num_interrupted()
+        return len(self.requests)
+
+    def _num_interrupted(self) -> int:
+        """Requests that ran before and wait to go on: a drain must see them through."""
+        blocked = self.room.blocked.values()
+        num_blocked = sum(1 for r in blocked if r.status is RequestStatus.PREEMPTED)
+        return len(self.room.preempted) + num_blocked
+
+    def has_unfinished_requests(self) -> bool:
+        return self.get_num_unfinished_requests() > 0
+
+    def has_requests(self) -> bool:
+        """Whether a step has anything to do, be it to report what has ended."""
+        return (
+            bool(self.finished_req_ids)
+            or self._results.has_pending()
+            or self.get_num_unfinished_requests() > 0
+        )
+
+    def get_request_counts(self) -> tuple[int, int]:
+        """(running, waiting)."""
+        return len(self.running), len(self.room)
+
+    def make_stats(self, plan: StepPlan, model_output: ModelRunnerOutput | None) -> SchedulerStats:
+        """State after a step; hands out what was counted since the previous call."""
+        manager, room = self.kv_cache_manager, self.room
+        stats = SchedulerStats(
+            num_running_reqs=len(self.running),
+            num_waiting_reqs=len(room.waiting) + len(room.preempted),
+            num_skipped_waiting_reqs=len(room.blocked),
+            step_counter=self.current_step,
+            kv_cache_usage=manager.usage,
+            prefix_cache_stats=manager.prefix_cache_stats.take(),
+            num_scheduled_tokens=plan.num_total,
+        )
+        if manager.metrics is not None:
+            stats.kv_cache_eviction_events = manager.metrics.take_events()
+        if model_output is not None:
+            stats.model_time_s = model_output.model_time_s
+        stats.spec_decoding_stats = self._results.take_spec_stats()
+        if self.config.lora_config is not None:
+            stats.running_lora_adapters = _count_adapters(self.running)
+            stats.waiting_lora_adapters = _count_adapters(
+                [*room.waiting, *room.preempted, *room.blocked.values()]
+            )
+        return stats
+
+    def shutdown(self) -> None:
+        """Forget everything. Idempotent."""
+        self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        self._results.take_pending()
+
+
+def _count_adapters(requests: Iterable[Request]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for request in requests:
+        if request.lora_request is not None:
+            name = request.lora_request.lora_name
+            counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+__all__ = ["PauseState", "Scheduler"]

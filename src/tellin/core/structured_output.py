@@ -1,0 +1,330 @@
+"""Grammars of constrained requests: compiled off the step's path, masked and advanced within it.
+
+`StructuredOutputManager` compiles in a few threads, with a cache and a time limit; each request gets
+a matcher of its own. It never fails open: what does not compile ends its request with ERROR. The
+backend behind it (see `structured_output_guidance`) is loaded with the first such request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from tellin.config import EngineConfig
+from tellin.core.request import Request
+from tellin.exceptions import RequestError, UnsupportedFeatureError
+from tellin.grammar_validation import grammar_key
+from tellin.sampling_params import StructuredOutputsParams
+from tellin.step_protocol import GrammarOutput, SchedulerOutput
+
+logger = logging.getLogger("tellin.core")
+
+MAX_CACHED_GRAMMARS = 256
+
+
+class Grammar(Protocol):
+    """State of one request in its grammar. After a refusal the state is undefined."""
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Advance; False when an id is refused."""
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Longest acceptable prefix; does not advance."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted ids."""
+
+    def fill_bitmask(self, bitmask: Any, row: int) -> None:
+        """Write the mask of the next id into ``bitmask[row]``."""
+
+    def is_terminated(self) -> bool:
+        """Whether nothing but the end of the sequence may follow."""
+
+    def error(self) -> str:
+        """Why an id was refused, or empty."""
+
+
+class StructuredOutputBackend(Protocol):
+    """Compiles grammars for one vocabulary."""
+
+    def compile(self, params: StructuredOutputsParams) -> Callable[[], Grammar]:
+        """A factory of matchers. Raises RequestError for what it cannot compile."""
+
+    def allocate_bitmask(self, num_rows: int) -> Any:
+        """int32 ``[num_rows, ceil(vocab_size / 32)]``."""
+
+
+BackendFactory = Callable[[EngineConfig, Any], StructuredOutputBackend]
+
+
+class StructuredOutputRequest:
+    """A request's grammar: pending, then compiled or failed; thereafter its matcher."""
+
+    def __init__(self, params: StructuredOutputsParams) -> None:
+        self.params = params
+        self.grammar: Grammar | None = None
+        self.error: str | None = None
+        self.error_is_client_fault = False
+        self._lock = threading.Lock()
+        self._done = False
+        self._callback: Callable[[], None] | None = None
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Call once compilation has ended, well or badly; at once if it has."""
+        with self._lock:
+            if not self._done:
+                self._callback = callback
+                return
+        callback()
+
+    def cancel(self) -> None:
+        """The request is gone; a result that still comes is dropped."""
+        with self._lock:
+            self._done = True
+            self._callback = None
+        self.grammar = None
+
+    def resolve(self, grammar: Grammar | None, error: str | None, client_fault: bool) -> None:
+        """Set the outcome. The first call counts, later ones are ignored."""
+        with self._lock:
+            if self._done:
+                return
+            self._done = True
+            self.grammar, self.error, self.error_is_client_fault = grammar, error, client_fault
+            callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done
+
+    # ------------------------------------------------------------------ once compiled
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Advance by ids that were delivered; False ends the request."""
+        assert self.grammar is not None
+        if self.grammar.accept_tokens(token_ids):
+            return True
+        self.error = self.grammar.error() or f"one of the ids {list(token_ids)} is not allowed"
+        return False
+
+    def validate_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        assert self.grammar is not None
+        return self.grammar.validate_tokens(token_ids)
+
+    def is_terminated(self) -> bool:
+        return self.grammar is not None and self.grammar.is_terminated()
+
+
+class _Job:
+    """A compilation and the requests that wait for it."""
+
+    def __init__(self, params: StructuredOutputsParams) -> None:
+        self.params = params
+        self.requests: list[StructuredOutputRequest] = []
+        self.started_at: float | None = None
+
+
+class StructuredOutputManager:
+    """Compiles, caches and applies grammars for one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer_info_factory: Callable[[], Any] | None,
+        backend_factory: BackendFactory | None = None,
+    ) -> None:
+        self._config = config
+        self._timeout_s = config.structured_outputs_config.compile_timeout_s
+        self._tokenizer_info_factory = tokenizer_info_factory
+        self._backend_factory = backend_factory or _guidance_backend
+        self._backend: StructuredOutputBackend | None = None
+        self._backend_lock = threading.Lock()
+        self._cache: OrderedDict[str, Callable[[], Grammar]] = OrderedDict()
+        self._jobs: dict[str, _Job] = {}
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[str, _Job] | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._max_threads = max(1, ((os.cpu_count() or 1) + 1) // 2)
+        self._num_idle = 0
+        self._closed = False
+
+    # ------------------------------------------------------------------ compilation
+
+    def start(self, request: Request, params: StructuredOutputsParams) -> None:
+        """Begin to compile a request's grammar; safe on any thread.
+
+        Raises:
+            UnsupportedFeatureError: this engine has no tokenizer.
+        """
+        if self._tokenizer_info_factory is None:
+            raise UnsupportedFeatureError(
+                "structured outputs need a tokenizer, but this engine was built without one"
+            )
+        structured = StructuredOutputRequest(params)
+        request.structured_output_request = structured
+        key = grammar_key(params)
+        with self._lock:
+            make_grammar = self._cache.get(key)
+            if make_grammar is not None:
+                self._cache.move_to_end(key)
+            else:
+                job = self._jobs.get(key)
+                if job is None:
+                    job = self._jobs[key] = _Job(params)
+                    self._queue.put((key, job))
+                    self._start_thread()
+                job.requests.append(structured)
+        if make_grammar is not None:
+            _resolve(structured, make_grammar)
+
+    def _start_thread(self) -> None:
+        if self._num_idle > self._queue.qsize() - 1 or len(self._threads) >= self._max_threads:
+            return
+        thread = threading.Thread(target=self._work, name="tellin-grammar", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                self._num_idle += 1
+            item = self._queue.get()
+            with self._lock:
+                self._num_idle -= 1
+            if item is None:
+                return
+            key, job = item
+            job.started_at = time.monotonic()
+            try:
+                make_grammar = self._get_backend().compile(job.params)
+                make_grammar()  # a grammar that cannot start is an error now, not in a step
+            except RequestError as error:
+                self._finish(key, job, None, str(error), client_fault=True)
+            except Exception as error:
+                logger.exception("compiling a grammar failed")
+                self._finish(key, job, None, f"compiling the grammar failed: {error}")
+            else:
+                self._finish(key, job, make_grammar, None)
+
+    def _get_backend(self) -> StructuredOutputBackend:
+        with self._backend_lock:
+            if self._backend is None:
+                assert self._tokenizer_info_factory is not None
+                self._backend = self._backend_factory(self._config, self._tokenizer_info_factory())
+            return self._backend
+
+    def _finish(
+        self,
+        key: str,
+        job: _Job,
+        make_grammar: Callable[[], Grammar] | None,
+        error: str | None,
+        client_fault: bool = False,
+    ) -> None:
+        with self._lock:
+            if self._jobs.get(key) is job:
+                del self._jobs[key]
+            requests, job.requests = job.requests, []
+            if make_grammar is not None:
+                self._cache[key] = make_grammar
+                while len(self._cache) > MAX_CACHED_GRAMMARS:
+                    self._cache.popitem(last=False)
+        for structured in requests:
+            if make_grammar is not None:
+                _resolve(structured, make_grammar)
+            else:
+                structured.resolve(None, error, client_fault)
+
+    def expire(self) -> None:
+        """Give up compilations that have run longer than the time limit.
+
+        The thread cannot be stopped and is left to end by itself; another takes its place.
+        """
+        if self._timeout_s <= 0 or not self._jobs:
+            return
+        now = time.monotonic()
+        with self._lock:
+            late = [
+                (key, job)
+                for key, job in self._jobs.items()
+                if job.started_at is not None and now - job.started_at > self._timeout_s
+            ]
+            self._max_threads += len(late)
+        for key, job in late:
+            message = (
+                f"the grammar was not compiled within compile_timeout_s={self._timeout_s:g} "
+                "seconds; simplify it or raise the limit"
+            )
+            self._finish(key, job, None, message, client_fault=True)
+
+    # ------------------------------------------------------------------ within a step
+
+    def grammar_output(
+        self, scheduler_output: SchedulerOutput, requests: dict[str, Request]
+    ) -> GrammarOutput | None:
+        """Masks for the constrained requests of a step; None when there are none.
+
+        A request with d drafts gets 1 + d rows: row i holds what may follow its first i drafts.
+        """
+        request_ids = scheduler_output.structured_output_req_ids
+        if not request_ids:
+            return None
+        backend = self._get_backend()
+        drafts_of = scheduler_output.scheduled_spec_decode_tokens
+        num_rows = [1 + len(drafts_of.get(request_id, ())) for request_id in request_ids]
+        bitmask = backend.allocate_bitmask(sum(num_rows))
+        row = 0
+        for request_id in request_ids:
+            structured = requests[request_id].structured_output_request
+            assert structured is not None
+            assert structured.grammar is not None
+            row = _fill_rows(structured.grammar, bitmask, row, drafts_of.get(request_id, ()))
+        return GrammarOutput(list(request_ids), num_rows, bitmask)
+
+    def shutdown(self) -> None:
+        """End the idle threads; idempotent. Running compilations end by themselves."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            num_threads = len(self._threads)
+            self._cache.clear()
+        for _ in range(num_threads):
+            self._queue.put(None)
+        self._backend = None
+
+
+def _fill_rows(grammar: Grammar, bitmask: Any, row: int, drafts: Sequence[int]) -> int:
+    """Masks of one request from ``row`` on; returns the row after them. Leaves the state alone."""
+    grammar.fill_bitmask(bitmask, row)
+    num_accepted = 0
+    for draft in drafts:
+        row += 1
+        if num_accepted < 0 or not grammar.accept_tokens([draft]):
+            raise RuntimeError(f"draft {draft} was scheduled although its grammar refuses it")
+        num_accepted += 1
+        grammar.fill_bitmask(bitmask, row)
+    if num_accepted:
+        grammar.rollback(num_accepted)
+    return row + 1
+
+
+def _resolve(structured: StructuredOutputRequest, make_grammar: Callable[[], Grammar]) -> None:
+    try:
+        structured.resolve(make_grammar(), None, False)
+    except RequestError as error:
+        structured.resolve(None, str(error), True)
+
+
+def _guidance_backend(config: EngineConfig, tokenizer_info: Any) -> StructuredOutputBackend:
+    from tellin.core.structured_output_guidance import GuidanceBackend
+
+    return GuidanceBackend(config, tokenizer_info)
