@@ -1,0 +1,259 @@
+"""`Worker`: one model with its weights, its KV pool and its runner.
+
+Owns opening the model, how much memory the pool may take, and putting weights and pool away and
+back. Between `sleep` and `wake_up` the parts that were put away really are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tellin.exceptions import (
+    EngineError,
+    InvalidParameterError,
+    OutOfMemoryError,
+    UnsupportedFeatureError,
+)
+from tellin.kernels.batch import StepBatch
+from tellin.worker.memory import process_memory, resident_bytes
+from tellin.worker.model_runner import Backend, ModelRunner
+
+if TYPE_CHECKING:
+    from tellin.config import EngineConfig
+    from tellin.protocol import LoRARequest
+    from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+
+logger = logging.getLogger("tellin.worker")
+
+WAKE_TAGS = ("weights", "kv_cache")
+
+
+class Worker:
+    """Runs steps of one model in this process.
+
+    Args:
+        config: everything resolved.
+        backend: a ready backend, for tests; None = open ``config.model_config.path``.
+    """
+
+    def __init__(self, config: EngineConfig, backend: Backend | None = None) -> None:
+        self.config = config
+        self._given_backend = backend is not None
+        self._num_kv_blocks = 0
+        self._asleep: set[str] = set()
+        self._profiler: Any = None
+        self.runner = ModelRunner(config, backend or open_backend(config))
+
+    # ------------------------------------------------------------------ memory
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one KV block, all layers together."""
+        return self.runner.kv_bytes_per_block()
+
+    def determine_available_memory(self) -> int:
+        """Bytes the KV pool may take, weights being in place.
+
+        Raises:
+            OutOfMemoryError: what the configuration asks for is not there.
+        """
+        cache = self.config.cache_config
+        memory = process_memory()
+        if cache.kv_cache_memory_bytes is not None:
+            if cache.kv_cache_memory_bytes > memory.available:
+                raise OutOfMemoryError(
+                    f"kv_cache_memory_bytes is {cache.kv_cache_memory_bytes}, but only "
+                    f"{memory.available} bytes are available; lower it"
+                )
+            return cache.kv_cache_memory_bytes
+        if cache.memory_utilization is None:
+            return memory.available // 2
+        wanted = int(memory.total * cache.memory_utilization) - resident_bytes()
+        if wanted <= 0:
+            raise OutOfMemoryError(
+                f"memory_utilization is {cache.memory_utilization:g} of {memory.total} bytes, which "
+                f"the weights alone exceed ({resident_bytes()} bytes in use); raise it"
+            )
+        return min(wanted, memory.available)
+
+    def initialize_kv_cache(self, num_blocks: int) -> None:
+        """Make the pool. Its memory is touched only as it is used."""
+        self._num_kv_blocks = num_blocks
+        self.runner.init_kv_cache(num_blocks)
+
+    # ------------------------------------------------------------------ steps
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> None:
+        """Run the forward pass of a step.
+
+        Raises:
+            EngineError: the worker sleeps.
+        """
+        if self._asleep:
+            raise EngineError(
+                f"the worker sleeps ({', '.join(sorted(self._asleep))} put away); call wake_up first"
+            )
+        self.runner.execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        """Sample the step whose forward pass ran last."""
+        return self.runner.sample_tokens(grammar_output)
+
+    def execute_dummy_batch(self) -> None:
+        """A forward pass of one token in the null block: no effect on any request."""
+        if self._asleep or self._num_kv_blocks == 0:
+            return
+        zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
+        self.runner.backend.forward(
+            StepBatch(zero, zero, np.array([0, 1], np.int32), one, np.zeros((1, 1), np.int32), zero)
+        )
+
+    # ------------------------------------------------------------------ sleep
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether something is put away."""
+        return bool(self._asleep)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give memory back. The caller has seen to it that no request is running.
+
+        Args:
+            level: 0 does nothing here; 1 drops the KV pool; 2 drops the weights too.
+        """
+        if level not in (0, 1, 2):
+            raise InvalidParameterError(
+                f"sleep level must be 0, 1 or 2, got {level!r}", parameter="level", value=level
+            )
+        if level >= 1 and "kv_cache" not in self._asleep:
+            self.runner.free_kv_cache()
+            self._asleep.add("kv_cache")
+        if level == 2 and "weights" not in self._asleep:
+            if self._given_backend:
+                raise UnsupportedFeatureError(
+                    "sleep level 2 needs a model that the worker opened itself"
+                )
+            self.runner.release_backend()
+            self._asleep.add("weights")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Bring back what sleeps.
+
+        Args:
+            tags: of `WAKE_TAGS`; None = all. ``scheduling`` is the core's and ignored here.
+        """
+        for tag in tags or WAKE_TAGS:
+            if tag not in (*WAKE_TAGS, "scheduling"):
+                raise InvalidParameterError(
+                    f"wake_up tags are {', '.join(WAKE_TAGS)}, got {tag!r}",
+                    parameter="tags",
+                    value=tag,
+                )
+            if tags is not None and tag in WAKE_TAGS and tag not in self._asleep:
+                logger.warning("wake_up: %s does not sleep; ignored", tag)
+        wanted = set(tags or WAKE_TAGS) & self._asleep
+        if "weights" in wanted:
+            self.runner.adopt_backend(open_backend(self.config))
+            self._asleep.discard("weights")
+        if "kv_cache" in wanted and "weights" not in self._asleep:
+            self.runner.init_kv_cache(self._num_kv_blocks)
+            self._asleep.discard("kv_cache")
+
+    # ------------------------------------------------------------------ control
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Tasks of the loaded model."""
+        return ("generate",)
+
+    def check_health(self) -> None:
+        """Raise `EngineError` if the worker cannot run. One that lives in this process can."""
+
+    def get_info(self) -> dict[str, Any]:
+        """What the backend says of itself: instruction set, threads, bytes of weights."""
+        return dict(self.runner.backend.info)
+
+    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
+        """Profile the Python side of steps; stopping writes ``<prefix>-<time>.prof`` (`cProfile`)."""
+        import cProfile
+
+        if is_start:
+            if self._profiler is not None:
+                raise EngineError("the profiler is already running; stop it first")
+            self._profiler = cProfile.Profile()
+            self._profiler.enable()
+            return
+        if self._profiler is None:
+            raise EngineError("the profiler is not running")
+        profiler, self._profiler = self._profiler, None
+        profiler.disable()
+        path = Path(f"{prefix or 'tellin-worker'}-{time.strftime('%Y%m%d-%H%M%S')}.prof")
+        profiler.dump_stats(path)
+        logger.info("profile written to %s", path.resolve())
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter."""
+        raise UnsupportedFeatureError(
+            f"LoRA adapters are not supported by this build; {lora_request.lora_name!r} was not loaded"
+        )
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Drop an adapter: there is none, ever."""
+        return False
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Keep an adapter loaded."""
+        raise UnsupportedFeatureError(
+            f"LoRA adapters are not supported by this build; there is no adapter {lora_id} to pin"
+        )
+
+    def list_loras(self) -> list[int]:
+        """Ids of loaded adapters: none."""
+        return []
+
+    def shutdown(self) -> None:
+        """Release weights and pool. May be called again."""
+        self.runner.release_backend()
+
+
+def open_backend(config: EngineConfig) -> Backend:
+    """Open the model's file and pack its weights for the configured backend."""
+    from tellin import loading, models
+
+    model, parallel = config.model_config, config.parallel_config
+    source = loading.open_model(model.path)
+    try:
+        plan = models.build_plan(source)
+        backend: Backend = backend_class(model.backend)(
+            plan,
+            num_threads=parallel.num_threads or config.settings.num_threads,
+            isa=config.settings.isa,
+            activation_precision=model.activation_precision,
+            kv_cache_dtype=config.cache_config.kv_cache_dtype,
+            block_size=config.cache_config.block_size,
+        )
+    finally:
+        source.release_pages()
+    return backend
+
+
+def backend_class(name: str) -> Any:
+    """Backend class for ``model_config.backend``.
+
+    Raises:
+        InvalidParameterError: no such backend.
+    """
+    if name == "native":
+        from tellin.kernels.native import NativeBackend
+
+        return NativeBackend
+    if name == "reference":
+        from tellin.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend
+    raise InvalidParameterError(
+        f"backend must be 'native' or 'reference', got {name!r}", parameter="backend", value=name
+    )
