@@ -28,7 +28,7 @@ ENTRY_POINT_GROUP = "tellin.logits_processors"
 
 
 class MoveDirectionality(enum.Enum):
-    """``UNIDIRECTIONAL``: the source index holds nothing afterwards. ``SWAP``: both keep a request."""
+    """``UNIDIRECTIONAL``: the source index is empty afterwards. ``SWAP``: both hold a request."""
 
     UNIDIRECTIONAL = 0
     SWAP = 1
@@ -53,7 +53,7 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """Base of engine-wide processors. One instance per engine; made with the engine's configuration.
+    """Base of engine-wide processors. One instance per engine, made with its configuration.
 
     An exception ends the requests of the step it was raised in, and no others.
     """
@@ -64,10 +64,11 @@ class LogitsProcessor(ABC):
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
         """Raise `ValueError` if a request's parameters do not suit this processor."""
+        return
 
     @abstractmethod
     def apply(self, logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Change the logits ``[batch_size, num_ids]`` in place, or return new ones of that shape."""
+        """Change logits ``[batch_size, num_ids]`` in place, or return new ones of that shape."""
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
@@ -78,6 +79,7 @@ class LogitsProcessor(ABC):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Called before each forward pass; None if the batch is as it was."""
+        return
 
 
 def load_logits_processors(specs: Iterable[Any]) -> list[type[LogitsProcessor]]:
@@ -115,7 +117,8 @@ def _resolve(spec: Any) -> type[LogitsProcessor]:
             ) from error
     if not (isinstance(candidate, type) and issubclass(candidate, LogitsProcessor)):
         raise InvalidParameterError(
-            f"logits processor {spec!r} is not a subclass of tellin.logits_processor.LogitsProcessor",
+            f"logits processor {spec!r} is not a subclass of "
+            "tellin.logits_processor.LogitsProcessor",
             parameter="logits_processors",
             value=spec,
         )

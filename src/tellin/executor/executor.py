@@ -75,7 +75,8 @@ class Executor(ABC):
             if config.parallel_config.world_size != 1:
                 raise UnsupportedFeatureError(
                     "distributed_executor_backend='uni' runs one worker, but tensor_parallel_size "
-                    f"* pipeline_parallel_size is {config.parallel_config.world_size}; set both to 1"
+                    f"* pipeline_parallel_size is {config.parallel_config.world_size}; "
+                    "set both to 1"
                 )
             from tellin.executor.uniproc import UniProcExecutor
 
@@ -108,8 +109,8 @@ class Executor(ABC):
     ) -> Future[None] | None:
         """Run the forward pass of a step.
 
-        With ``non_block`` return at once; the future ends when the pass has, and holds its exception
-        if it raised one.
+        With ``non_block`` return at once; the future ends when the pass has, and holds its
+        exception if it raised one.
         """
 
     @abstractmethod
@@ -130,7 +131,7 @@ class Executor(ABC):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a worker method, or a callable with the worker as its first argument, on all workers.
+        """Call a method on all workers, or a callable with each worker as its first argument.
 
         Returns:
             The results, by rank.

@@ -1,8 +1,8 @@
 """`UniProcExecutor`: one worker in the engine's own process.
 
-Owns the worker and, once a non-blocking step was asked for, one thread that runs forward passes, so
-that the caller can compute grammar masks meanwhile. Calls are strictly first in, first out: whatever
-touches the worker waits for the pass that is running.
+Owns the worker and, once a non-blocking step was asked for, one thread that runs forward passes,
+so that the caller can compute grammar masks meanwhile. Calls are strictly first in, first out:
+whatever touches the worker waits for the pass that is running.
 """
 
 from __future__ import annotations

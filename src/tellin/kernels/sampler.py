@@ -1,9 +1,9 @@
 """Typed facade of the native sampler.
 
-Owns the translation of `SamplingParams` into the sampler's slots and the arrays of one call. It knows
-neither requests nor the scheduler: a caller names slots, rows of logits and how much of each slot's
-history counts. A row's result depends on nothing but its logits, its slot's parameters and that
-history (csrc/include/tellin/sampler.h has the order of operations).
+Owns the translation of `SamplingParams` into the sampler's slots and the arrays of one call. It
+knows neither requests nor the scheduler: a caller names slots, rows of logits and how much of each
+slot's history counts. A row's result depends on nothing but its logits, its slot's parameters and
+that history (csrc/include/tellin/sampler.h has the order of operations).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class RowStatus(enum.IntEnum):
 class SampleRows:
     """The rows of one call; all int32 ``[num_rows]`` unless said otherwise.
 
-    ``history`` is ``[num_slots, capacity]``: ids of each slot, prompt first. Row i continues the first
-    ``history_lens[i]`` of them, of which ``prompt_lens[i]`` are prompt. ``bitmask`` is ``[*, words]``
-    with ``bitmask_rows[i]`` naming a row of it, or -1. ``raw`` (float32 ``[*, vocab]``) replaces the
-    logits as the source of raw log-probabilities for rows with ``raw_rows[i] >= 0``: for callers
-    that have changed the logits themselves.
+    ``history`` is ``[num_slots, capacity]``: ids of each slot, prompt first. Row i continues the
+    first ``history_lens[i]`` of them, of which ``prompt_lens[i]`` are prompt. ``bitmask`` is
+    ``[*, words]`` with ``bitmask_rows[i]`` naming a row of it, or -1. ``raw`` (float32
+    ``[*, vocab]``) replaces the logits as the source of raw log-probabilities for rows with
+    ``raw_rows[i] >= 0``: for callers that have changed the logits themselves.
     """
 
     slots: Int32Array
@@ -75,10 +75,10 @@ class SampleRows:
 class SampleResult:
     """Outcome of one call.
 
-    ``tokens`` and ``status`` (a `RowStatus`) are ``[num_rows]``. If ``logprob_ids`` is not None it and
-    ``logprobs`` are ``[num_rows, columns]``: the sampled id, then the slot's best ids (or the ids it
-    asked for); only the columns the slot asked for are filled. ``ranks[i]`` counts the entries that
-    are at least as large as the sampled one.
+    ``tokens`` and ``status`` (a `RowStatus`) are ``[num_rows]``. If ``logprob_ids`` is not None it
+    and ``logprobs`` are ``[num_rows, columns]``: the sampled id, then the slot's best ids (or the
+    ids it asked for); only the columns the slot asked for are filled. ``ranks[i]`` counts the
+    entries that are at least as large as the sampled one.
     """
 
     tokens: Int32Array
@@ -135,7 +135,7 @@ class Sampler:
         )
 
     def num_logprob_columns(self, slot: int) -> int:
-        """Columns of the log-probability table that a slot fills, the sampled id included; 0 = none."""
+        """Columns of the log-probability table that a slot fills (sampled id included) or 0."""
         return self._native.num_logprob_columns(slot)
 
     def sample(

@@ -104,8 +104,8 @@ class InputBatch:
                 num_kept += 1
         if num_kept != in_rows:
             resumed = {data.req_id for data in step.scheduled_cached_reqs if data.resumed}
-            for req_id in [r for r in self._row_of if r not in scheduled or r in resumed]:
-                removed.append(self._row_of.pop(req_id))
+            leaving = [r for r in self._row_of if r not in scheduled or r in resumed]
+            removed.extend(self._row_of.pop(req_id) for req_id in leaving)
         new_states = [self._add(data) for data in step.scheduled_new_reqs]
         self._update_cached(step.scheduled_cached_reqs, entering)
         entering.extend(new_states)

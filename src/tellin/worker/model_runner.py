@@ -1,8 +1,8 @@
 """`ModelRunner`: from a `SchedulerOutput` to arrays, through the backend, to sampled ids.
 
 Owns the input batch, the sampler and everything a worker remembers of live requests. It knows no
-files and no processes. A failure that belongs to one request (bad logits, masks that leave nothing, a
-user's processor that raises) ends up in ``errors`` of the output; the others go on.
+files and no processes. A failure that belongs to one request (bad logits, masks that leave nothing,
+a user's processor that raises) ends up in ``errors`` of the output; the others go on.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class ModelRunner:
         """Sample the step that `execute_model` ran."""
         if self._pending is None:
             raise RuntimeError("sample_tokens was called without execute_model")
-        (step, inputs, logits, model_time), self._pending = self._pending, None
+        (_, inputs, logits, model_time), self._pending = self._pending, None
         rows = self._sample_rows(inputs, grammar)
         columns = self._num_logprob_columns(inputs)
         result = self.sampler.sample(logits, rows, num_logprob_columns=columns)
@@ -294,8 +294,8 @@ class ModelRunner:
         """The run of sampled ids up to and including the first that is not its draft.
 
         Every position was sampled from the target's own distribution with its own random bits, so
-        what is emitted is bit for bit what would be sampled without drafts. Returns as `_accept_all`;
-        positions behind the end of a run were never needed and may fail unseen.
+        what is emitted is bit for bit what would be sampled without drafts. Returns as
+        `_accept_all`; positions behind the end of a run were never needed and may fail unseen.
         """
         tokens, status = result.tokens.tolist(), result.status.tolist()
         starts = inputs.sample_start.tolist()

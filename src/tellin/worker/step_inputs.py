@@ -1,4 +1,4 @@
-"""Arrays of one step, computed from the batch's arrays (core spec 3.4), without loops over tokens."""
+"""Arrays of one step, from the batch's arrays (core spec 3.4), without loops over tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Int32Array = npt.NDArray[np.int32]
 class StepInputs:
     """A step's batch for the backend, and which of its logits are sampled.
 
-    ``sample_rows`` ``[num_sampling]`` are the batch rows that reach their last known id. Request i of
-    them owns logits rows ``[sample_start[i], sample_start[i + 1])``: one per scheduled draft, and
-    one. ``num_sample_logits`` counts them all; other wanted logits come after them.
+    ``sample_rows`` ``[num_sampling]`` are the batch rows that reach their last known id. Request i
+    of them owns logits rows ``[sample_start[i], sample_start[i + 1])``: one per scheduled draft,
+    and one. ``num_sample_logits`` counts them all; other wanted logits come after them.
     """
 
     step: StepBatch
@@ -45,7 +45,7 @@ def build_step(
     logits_indices: Int32Array,
     block_size: int,
 ) -> StepBatch:
-    """The backend's batch for ``counts[i]`` tokens of each slot from position ``computed[i]`` on."""
+    """The backend's batch: ``counts[i]`` tokens of each slot from position ``computed[i]``."""
     query_start = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     positions = positions_of(query_start, computed, counts)

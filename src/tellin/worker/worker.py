@@ -75,8 +75,8 @@ class Worker:
         wanted = int(memory.total * cache.memory_utilization) - resident_bytes()
         if wanted <= 0:
             raise OutOfMemoryError(
-                f"memory_utilization is {cache.memory_utilization:g} of {memory.total} bytes, which "
-                f"the weights alone exceed ({resident_bytes()} bytes in use); raise it"
+                f"memory_utilization is {cache.memory_utilization:g} of {memory.total} bytes, "
+                f"which the weights alone exceed ({resident_bytes()} bytes in use); raise it"
             )
         return min(wanted, memory.available)
 
@@ -95,7 +95,8 @@ class Worker:
         """
         if self._asleep:
             raise EngineError(
-                f"the worker sleeps ({', '.join(sorted(self._asleep))} put away); call wake_up first"
+                f"the worker sleeps ({', '.join(sorted(self._asleep))} put away); "
+                "call wake_up first"
             )
         self.runner.execute_model(scheduler_output)
 
@@ -177,7 +178,7 @@ class Worker:
         return dict(self.runner.backend.info)
 
     def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
-        """Profile the Python side of steps; stopping writes ``<prefix>-<time>.prof`` (`cProfile`)."""
+        """Profile the Python side of steps; stopping writes ``<prefix>-<time>.prof``."""
         import cProfile
 
         if is_start:
@@ -197,7 +198,8 @@ class Worker:
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter."""
         raise UnsupportedFeatureError(
-            f"LoRA adapters are not supported by this build; {lora_request.lora_name!r} was not loaded"
+            f"LoRA adapters are not supported by this build; {lora_request.lora_name!r} was "
+            "not loaded"
         )
 
     def remove_lora(self, lora_id: int) -> bool:
