@@ -75,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
     for name in args.models or (QUICK_MODELS if args.quick else FULL_MODELS):
         model = open_bench_model(name, cache)
         measured = measure_model(model, specs, cases, rounds, args, result["ceilings"])
-        result["models"][name] = measured
+        result["models"][model.name] = measured
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        title = f"\n{name} ({model.quant_type}, {model.file_bytes / 1e6:.0f} MB)"
+        title = f"\n{model.name} ({model.quant_type}, {model.file_bytes / 1e6:.0f} MB)"
         print(report.rate_table(title, measured["cases"], list(measured["engines"])))
         if measured["start"]:
             print(report.start_table(measured["start"], model.file_bytes))

@@ -66,7 +66,7 @@ def open_bench_model(name: str, cache: Path) -> BenchModel:
             if tensor_name.startswith("layers.") and len(tensor.shape) == 2:
                 macs += math.prod(tensor.shape)
         return BenchModel(
-            name=name,
+            name=path.stem if Path(name).exists() else name,
             path=path,
             file_bytes=path.stat().st_size,
             quant_type=bytes_of_type.most_common(1)[0][0],
@@ -90,6 +90,8 @@ def _path_of(name: str, cache: Path) -> Path:
             write_synthetic_llama(partial, name.removeprefix(SYNTHETIC).upper())
             partial.rename(path)
         return path
+    if Path(name).exists():
+        return Path(name)
     from tellin.loading import resolve_model
     from tellin.settings import Settings
 
