@@ -10,6 +10,7 @@ TellinError
 ├── RequestFailedError                   this request failed after admission           HTTP 500
 ├── LoadError
 │   ├── ModelNotFoundError               no such file, folder or model name            HTTP 404
+│   ├── ModelDownloadError               a model could not be fetched into the store
 │   ├── ModelLoadError                   the file is damaged or not what it claims
 │   ├── UnsupportedModelError            architecture or weight format not supported
 │   └── OutOfMemoryError                 weights or KV pool do not fit (also MemoryError)
@@ -76,6 +77,10 @@ class LoadError(TellinError):
 
 class ModelNotFoundError(LoadError):
     """No such file, folder or known model name."""
+
+
+class ModelDownloadError(LoadError):
+    """A model could not be fetched; the store is as it was before."""
 
 
 class ModelLoadError(LoadError):
