@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tellin.loading.model_metadata import ModelMetadata
     from tellin.loading.model_source import ModelSource, open_metadata, open_model
+    from tellin.loading.store import StoredModel, list_models, pull, resolve_model
     from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
 
 _MODULES = {
@@ -20,9 +21,13 @@ _MODULES = {
     "ModelSource": "model_source",
     "QuantType": "tensors",
     "RopeScaling": "tensors",
+    "StoredModel": "store",
     "TensorRef": "tensors",
+    "list_models": "store",
     "open_metadata": "model_source",
     "open_model": "model_source",
+    "pull": "store",
+    "resolve_model": "store",
 }
 
 __all__ = [
@@ -31,9 +36,13 @@ __all__ = [
     "ModelSource",
     "QuantType",
     "RopeScaling",
+    "StoredModel",
     "TensorRef",
+    "list_models",
     "open_metadata",
     "open_model",
+    "pull",
+    "resolve_model",
 ]
 
 
