@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def test_engine_is_stopped_between_its_turns() -> None:
     engine = Engine(spec("slow"))
     try:
         pid = engine.call("info")["pid"]
+        deadline = time.monotonic() + 5
+        while process_state(pid) != "T" and time.monotonic() < deadline:
+            time.sleep(0.001)  # a signal arrives when the process is next looked at
         assert process_state(pid) == "T"
         assert engine.call("info")["pid"] == pid
     finally:
