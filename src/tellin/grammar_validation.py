@@ -1,4 +1,4 @@
-"""Checks of structured-output constraints that need no model; a leaf that both halves may import."""
+"""Checks of structured-output constraints that need no model; a leaf for shell and core."""
 
 from __future__ import annotations
 

@@ -124,7 +124,10 @@ class FakeExecutor:
         self, method: Any, timeout: float | None = None, args: Any = (), kwargs: Any = None
     ) -> list[Any]:
         self.rpcs.append((method, tuple(args)))
-        return [None]
+        return [{"isa": "fake", "num_threads": 1} if method == "get_info" else None]
+
+    def load_tokenizer(self) -> Any:
+        raise RuntimeError("the fake has no tokenizer")
 
     def add_lora(self, request: Any) -> bool:
         return True

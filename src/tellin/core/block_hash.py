@@ -39,7 +39,8 @@ class BlockHasher:
     def __init__(self, block_size: int, algorithm: str = "sha256") -> None:
         if algorithm not in HASH_ALGORITHMS:
             raise InvalidParameterError(
-                f"prefix_caching_hash_algo must be one of {list(HASH_ALGORITHMS)}, got {algorithm!r}",
+                "prefix_caching_hash_algo must be one of "
+                f"{list(HASH_ALGORITHMS)}, got {algorithm!r}",
                 parameter="prefix_caching_hash_algo",
                 value=algorithm,
             )

@@ -86,15 +86,15 @@ class EngineCore:
         sizes = plan_kv_cache(config, executor)
         if sizes.max_model_len != config.model_config.max_model_len:
             config = _with_max_model_len(config, sizes.max_model_len)
-            executor.collective_rpc("update_max_model_len", args=(sizes.max_model_len,))
         executor.initialize_kv_cache(sizes.num_blocks)
         self.config = config
         if tokenizer_info_factory is None and not config.model_config.skip_tokenizer_init:
-            tokenizer_info_factory = getattr(executor, "load_tokenizer", None)
+            tokenizer_info_factory = executor.load_tokenizer
         self.structured_output_manager = StructuredOutputManager(config, tokenizer_info_factory)
         self.scheduler = Scheduler(
             config, sizes.num_blocks, self.structured_output_manager, self.log_stats
         )
+        info = executor.collective_rpc("get_info")[0]
         self.ready = EngineCoreReady(
             tellin_version=__version__,
             max_model_len=sizes.max_model_len,
@@ -106,8 +106,8 @@ class EngineCore:
             kv_cache_size_tokens=sizes.num_tokens,
             kv_cache_max_concurrency=sizes.max_concurrency,
             supported_tasks=list(executor.supported_tasks),
-            isa=str(getattr(executor, "isa", "")),
-            num_threads=int(getattr(executor, "num_threads", 0)),
+            isa=str(info.get("isa", "")),
+            num_threads=int(info.get("num_threads", 0)),
         )
         logger.info(
             "engine core ready in %.2f s: %d KV blocks of %d tokens, %.1f requests of %d tokens",
@@ -238,6 +238,7 @@ class EngineCore:
         if scheduler_output.total_num_scheduled_tokens == 0:
             if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
                 executor.execute_model(scheduler_output)  # only to let the worker forget them
+                executor.sample_tokens(None)
             return None
         if not scheduler_output.structured_output_req_ids:
             executor.execute_model(scheduler_output)

@@ -1,9 +1,9 @@
 """Which request holds which KV blocks: lookup in the prefix cache, allocation, publishing, freeing.
 
 Owns every request's ``block_ids`` and the block pool. One KV group of full attention: block i of a
-request holds positions ``[i * block_size, (i + 1) * block_size)`` and nothing is released before the
-request ends. Blocks are published only by `cache_blocks`, which the scheduler calls after the step
-that wrote them has run, so a hit never reads what was not computed.
+request holds positions ``[i * block_size, (i + 1) * block_size)`` and nothing is released before
+the request ends. Blocks are published only by `cache_blocks`, which the scheduler calls after the
+step that wrote them has run, so a hit never reads what was not computed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class PrefixHit:
     """What the prefix cache holds of a request.
 
     ``block_ids`` can be shared as they are. ``copy_from`` is a block whose first
-    ``num_tokens % block_size`` positions are also right, but which must be copied first, because the
-    request is going to write into it.
+    ``num_tokens % block_size`` positions are also right, but which must be copied first, because
+    the request is going to write into it.
     """
 
     num_tokens: int = 0
@@ -160,8 +160,8 @@ class KVCacheManager:
     ) -> int:
         """Free blocks it takes to admit a request with ``num_new_tokens`` computed now.
 
-        With ``whole`` all its known ids must find room. Cached blocks that are free at present count:
-        they leave the free list.
+        With ``whole`` all its known ids must find room. Cached blocks that are free at present
+        count: they leave the free list.
         """
         num_tokens = hit.num_tokens + num_new_tokens + self.num_lookahead_tokens
         if whole:

@@ -1,11 +1,12 @@
 """How well the KV cache does: prefix-cache hits, and sampled life stories of blocks.
 
-`PrefixCacheStats` counts tokens asked for and found since the last report. `KVCacheMetricsCollector`
-follows a small sample of the blocks from allocation to eviction.
+`PrefixCacheStats` counts tokens asked for and found since the last report.
+`KVCacheMetricsCollector` follows a small sample of the blocks from allocation to eviction.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import deque
@@ -91,7 +92,7 @@ class KVCacheMetricsCollector:
             KVCacheEvictionEvent(
                 lifetime_s=now - life.born,
                 idle_s=now - (times[-1] if times else life.born),
-                reuse_gaps_s=[b - a for a, b in zip(times, times[1:], strict=False)],
+                reuse_gaps_s=[b - a for a, b in itertools.pairwise(times)],
             )
         )
 

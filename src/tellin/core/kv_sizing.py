@@ -1,7 +1,7 @@
 """How many KV blocks to allocate, and whether one request of full length fits into them.
 
 Pure arithmetic on the configuration and on two answers of the executor: the bytes of a block, and
-the bytes this process may still use (what the machine and the cgroup really leave, after loading).
+the bytes the pool may take, given what machine and control group leave after loading.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ from typing import Protocol
 
 from tellin.config import EngineConfig
 from tellin.exceptions import InvalidParameterError, OutOfMemoryError
-
-DEFAULT_SHARE = 0.5
-"""Part of the free memory that the pool takes by default, if it has a use for it."""
 
 
 class KVMemory(Protocol):
@@ -58,16 +55,15 @@ def plan_kv_cache(config: EngineConfig, executor: KVMemory) -> KVCacheSizes:
     if bytes_per_block <= 0:  # a model without attention keeps no KV: any number does
         num_blocks = config.scheduler_config.max_num_seqs * blocks_per_request + 1
         return KVCacheSizes(num_blocks, block_size, max_model_len)
-    available = executor.determine_available_memory()
-    num_blocks = _choose_num_blocks(config, bytes_per_block, available)
+    num_blocks = _choose_num_blocks(config, bytes_per_block, executor)
     num_fitting = (num_blocks - 1) * block_size
     if num_fitting < max_model_len:
         if not model_config.auto_max_model_len or num_fitting < 2:
             raise OutOfMemoryError(
                 f"a request of max_model_len={max_model_len} tokens needs {blocks_per_request} KV "
                 f"blocks ({_mib((blocks_per_request + 1) * bytes_per_block)} with the null block), "
-                f"but the pool has {max(0, num_blocks - 1)} ({_mib(num_blocks * bytes_per_block)} "
-                f"of {_mib(available)} available): the largest max_model_len that fits is "
+                f"but the pool has {max(0, num_blocks - 1)} "
+                f"({_mib(num_blocks * bytes_per_block)}): the largest max_model_len that fits is "
                 f"{max(0, num_fitting)}; lower max_model_len or raise num_kv_blocks, "
                 "kv_cache_memory_bytes or memory_utilization"
             )
@@ -75,7 +71,7 @@ def plan_kv_cache(config: EngineConfig, executor: KVMemory) -> KVCacheSizes:
     return KVCacheSizes(num_blocks, block_size, max_model_len)
 
 
-def _choose_num_blocks(config: EngineConfig, bytes_per_block: int, available: int) -> int:
+def _choose_num_blocks(config: EngineConfig, bytes_per_block: int, executor: KVMemory) -> int:
     cache_config = config.cache_config
     if cache_config.num_kv_blocks is not None:
         if cache_config.num_kv_blocks < 2:
@@ -85,30 +81,16 @@ def _choose_num_blocks(config: EngineConfig, bytes_per_block: int, available: in
                 parameter="num_kv_blocks",
                 value=cache_config.num_kv_blocks,
             )
-        _check_available(cache_config.num_kv_blocks * bytes_per_block, available, "num_kv_blocks")
         return cache_config.num_kv_blocks
-    if cache_config.kv_cache_memory_bytes is not None:
-        _check_available(cache_config.kv_cache_memory_bytes, available, "kv_cache_memory_bytes")
-        return cache_config.kv_cache_memory_bytes // bytes_per_block
-    if cache_config.memory_utilization is not None:
-        if not 0.0 < cache_config.memory_utilization <= 1.0:
-            raise InvalidParameterError(
-                f"memory_utilization must be in (0, 1], got {cache_config.memory_utilization}",
-                parameter="memory_utilization",
-                value=cache_config.memory_utilization,
-            )
-        return int(cache_config.memory_utilization * available) // bytes_per_block
+    num_blocks = executor.determine_available_memory() // bytes_per_block
+    if (
+        cache_config.kv_cache_memory_bytes is not None
+        or cache_config.memory_utilization is not None
+    ):
+        return num_blocks
+    # By default take no more than there can be a use for.
     blocks_per_request = -(-config.model_config.max_model_len // cache_config.block_size)
-    useful = config.scheduler_config.max_num_seqs * blocks_per_request + 1
-    return min(useful, int(DEFAULT_SHARE * available) // bytes_per_block)
-
-
-def _check_available(num_bytes: int, available: int, parameter: str) -> None:
-    if num_bytes > available:
-        raise OutOfMemoryError(
-            f"{parameter} asks for a KV pool of {_mib(num_bytes)}, but this process can use only "
-            f"{_mib(available)} more; ask for less"
-        )
+    return min(num_blocks, config.scheduler_config.max_num_seqs * blocks_per_request + 1)
 
 
 def _mib(num_bytes: int) -> str:

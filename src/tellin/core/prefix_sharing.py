@@ -1,8 +1,8 @@
 """Prefixes that are being computed right now.
 
 A request whose next missing block is already in the hands of a running request can wait for that
-block instead of computing it too: so n samples of one prompt, or a burst of requests with one system
-prompt, compute it once. Waiting is never slower than computing, because the owner is ahead already.
+block instead of computing it too: so n samples of one prompt, or a burst of requests with one
+system prompt, compute it once. Waiting is never slower than computing: the owner is ahead already.
 """
 
 from __future__ import annotations

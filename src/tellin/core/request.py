@@ -1,4 +1,4 @@
-"""One request inside the core: its ids, its limits, its place in the life cycle and its block table.
+"""One request inside the core: ids, limits, place in the life cycle, block table.
 
 Knows nothing of text or tensors. The scheduler moves `status`, `KVCacheManager` owns `block_ids`,
 and `append_output_token_ids` is the only way in which ids are added. Everything the per-step loops
@@ -92,6 +92,7 @@ class Request:
         "num_cached_blocks",
         "num_computed_tokens",
         "num_deferrals",
+        "num_missing_at_start",
         "num_nans_in_logits",
         "num_overtaken",
         "num_preemptions",
@@ -158,6 +159,7 @@ class Request:
         self.num_preemptions = 0
         self.num_overtaken = 0
         self.num_deferrals = 0
+        self.num_missing_at_start = 0  # of its present stay in the running set
 
         self._all_token_ids = list(prompt_token_ids)
         self.append_token_id = self._all_token_ids.append  # the caller counts num_tokens

@@ -1,7 +1,7 @@
 """Decides what every step computes, and what its results mean for the requests.
 
-There is no prefill phase and no decode phase: every step hands each request as many of its known but
-uncomputed ids as the token budget allows. Owns all live requests, the block tables (through
+There is no prefill phase and no decode phase: every step hands each request as many of its known
+but uncomputed ids as the token budget allows. Owns all live requests, the block tables (through
 `KVCacheManager`) and the prefix cache; never samples and never sees text or tensors. A worker's
 mirror follows from the stream of `SchedulerOutput`s alone.
 """
@@ -12,11 +12,11 @@ import enum
 from collections.abc import Iterable, Sequence
 
 from tellin.config import EngineConfig
+from tellin.core.admission import Admission
 from tellin.core.invariants import check_invariants
-from tellin.core.kv_cache_manager import KVCacheManager, PrefixHit
+from tellin.core.kv_cache_manager import KVCacheManager
 from tellin.core.kv_cache_metrics import KVCacheMetricsCollector
 from tellin.core.kv_events import KVEventRecorder
-from tellin.core.prefix_sharing import InFlightPrefixes
 from tellin.core.request import Request, RequestStatus
 from tellin.core.step_plan import NO_BLOCKS, StepPlan
 from tellin.core.step_results import StepResults
@@ -27,7 +27,6 @@ from tellin.protocol import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
-    PrefillStats,
     SchedulerStats,
 )
 from tellin.step_protocol import CachedRequestData, ModelRunnerOutput, SchedulerOutput
@@ -35,12 +34,6 @@ from tellin.step_protocol import CachedRequestData, ModelRunnerOutput, Scheduler
 MIN_PREFILL_CHUNK = 32
 """A prompt that leaves budget to others still gets this many tokens a step: a smaller chunk costs
 a pass over the weights almost as long."""
-
-MAX_LOOK_PAST = 8
-"""How many requests that do not fit are looked past in one step, in search of one that does."""
-
-MAX_OVERTAKEN = 32
-"""A request that did not fit may be overtaken so often; then the line waits for it."""
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -70,7 +63,6 @@ class Scheduler:
         self.max_model_len = config.model_config.max_model_len
         self.long_prefill_token_threshold = scheduler_config.long_prefill_token_threshold
         self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
-        self.reserve_full_isl = scheduler_config.scheduler_reserve_full_isl
         self.num_spec_tokens = spec.num_speculative_tokens if spec is not None else 0
         writes_kv = spec is not None and spec.method == "draft_model"
         self.num_lookahead_tokens = self.num_spec_tokens if writes_kv else 0
@@ -102,7 +94,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.room = WaitingRoom(scheduler_config.policy)
         self.running: list[Request] = []
-        self.in_flight_prefixes = InFlightPrefixes(cache_config.block_size)
+        self.admission = Admission(config, self.kv_cache_manager, self.room)
+        self.in_flight_prefixes = self.admission.prefixes
         self.finished_req_ids: set[str] = set()
         self.reset_preempted_req_ids: set[str] = set()
         self.current_step = 0
@@ -228,7 +221,8 @@ class Scheduler:
             self._schedule_decodes(plan)
             capped = self._schedule_prefill_chunks(plan) if plan.prefills else []
             if not plan.preempted_ids:
-                self._schedule_waiting(plan)
+                preempted_only = self.pause_state is PauseState.PAUSED_NEW
+                self.admission.run(plan, self.running, preempted_only)
             for request in capped:
                 self._top_up(request, plan)
         self.plan = plan
@@ -293,7 +287,7 @@ class Scheduler:
         the others did not use.
         """
         capped = []
-        line = self._may_admit()
+        line = self.room.has_candidates(self.pause_state is PauseState.PAUSED_NEW)
         for index, request in enumerate(plan.prefills):
             if plan.budget < 1:
                 break
@@ -350,126 +344,7 @@ class Scheduler:
             self.room.adapter_freed()
         self.room.add(request)
 
-    # ------------------------------------------------------------------ admission
-
-    def _may_admit(self) -> bool:
-        if self.pause_state is PauseState.PAUSED_ALL:
-            return False
-        return self.room.has_candidates(self.pause_state is PauseState.PAUSED_NEW)
-
-    def _schedule_waiting(self, plan: StepPlan) -> None:
-        """Admit requests in line while there are seats, budget and blocks.
-
-        Looks at the line only if something has changed since it was found blocked. One that does
-        not fit is looked past, within bounds, so that it neither starves others nor is starved.
-        """
-        room = self.room
-        if not room.dirty or not self._may_admit():
-            return
-        preempted_only = self.pause_state is PauseState.PAUSED_NEW
-        passed: list[Request] = []
-        num_reserved = room.num_reserved_blocks + sum(
-            map(self.kv_cache_manager.num_missing_blocks, plan.prefills)
-        )
-        room.dirty = False
-        while True:
-            if plan.budget < 1:
-                room.dirty = True  # the next step has a new budget
-                break
-            if len(self.running) + room.num_reserved_seats >= self.max_num_seqs:
-                break
-            if len(passed) >= MAX_LOOK_PAST or (request := room.pop(preempted_only)) is None:
-                break
-            hit = self.kv_cache_manager.get_computed_blocks(request)
-            if self._defer(request, hit) or self._lacks_adapter_slot(request):
-                continue
-            num_tokens = request.num_tokens - hit.num_tokens
-            if 0 < self.long_prefill_token_threshold < num_tokens:
-                num_tokens = self.long_prefill_token_threshold
-            if num_tokens > plan.budget and not self.enable_chunked_prefill:
-                passed.append(request)
-                room.dirty = True
-                break
-            num_tokens = min(num_tokens, plan.budget)
-            if not self._fits(request, hit, num_tokens, num_reserved):
-                passed.append(request)
-                if request.num_overtaken >= MAX_OVERTAKEN:
-                    break
-                continue
-            self._admit(request, hit, num_tokens, plan)
-            num_reserved += self.kv_cache_manager.num_missing_blocks(request)
-            for other in passed:
-                other.num_overtaken += 1
-        dirty = room.dirty
-        for request in passed:
-            room.add(request)
-        room.dirty = dirty
-
-    def _fits(self, request: Request, hit: PrefixHit, num_tokens: int, num_reserved: int) -> bool:
-        """Whether enough blocks are free, besides those promised to others."""
-        manager = self.kv_cache_manager
-        num_needed = manager.num_blocks_to_admit(request, hit, num_tokens, self.reserve_full_isl)
-        if self.running:
-            num_needed += manager.watermark_blocks
-            if request.status is RequestStatus.PREEMPTED:
-                # Room for everybody's next block, or it would be preempted again at once.
-                num_needed += len(self.running)
-        return num_needed <= manager.pool.get_num_free_blocks() - num_reserved
-
-    def _defer(self, request: Request, hit: PrefixHit) -> bool:
-        """Let it wait for a prefix that a running request is computing now, if there is one."""
-        if not self.kv_cache_manager.enable_caching or not self.in_flight_prefixes:
-            return False
-        if request.skip_reading_prefix_cache:
-            return False
-        found = self.in_flight_prefixes.find_owner(request, len(hit.block_ids))
-        if found is None:
-            return False
-        owner, num_tokens = found
-        request.num_deferrals += 1
-        num_blocks = self.kv_cache_manager.num_blocks_for(request.num_tokens)
-        num_shared = num_tokens // self.kv_cache_manager.block_size
-        self.room.block_on_prefix(request, owner, num_tokens, num_blocks - num_shared)
-        return True
-
-    def _lacks_adapter_slot(self, request: Request) -> bool:
-        lora_config = self.config.lora_config
-        if request.lora_request is None or lora_config is None:
-            return False
-        adapters = {r.lora_int_id for r in self.running if r.lora_request is not None}
-        if request.lora_int_id in adapters or len(adapters) < lora_config.max_loras:
-            return False
-        self.room.block_on_adapter(request)
-        return True
-
-    def _admit(self, request: Request, hit: PrefixHit, num_tokens: int, plan: StepPlan) -> None:
-        resumed = request.status is RequestStatus.PREEMPTED
-        if not resumed and request.status is not RequestStatus.WAITING:
-            raise RuntimeError(f"request {request.request_id} in line is {request.status.name}")
-        manager = self.kv_cache_manager
-        plan.copies += manager.admit(request, hit, num_tokens)
-        if manager.enable_caching:
-            if not request.skip_reading_prefix_cache:
-                manager.prefix_cache_stats.record(request.num_tokens, hit.num_tokens, resumed)
-            manager.hasher.extend(request)
-            first, last = len(hit.block_ids), len(request.block_hashes)
-            if first < last:
-                self.in_flight_prefixes.register(request, first, last)
-        if not resumed:
-            num_cached = min(hit.num_tokens, request.num_prompt_tokens)
-            request.prefill_stats = PrefillStats(
-                request.num_prompt_tokens,
-                request.num_prompt_tokens - num_cached,
-                num_cached,
-                num_cached,
-            )
-        request.status = _RUNNING
-        request.num_computed_tokens = hit.num_tokens
-        request.first_output_pending = True
-        request.has_fast_update = False
-        request.record_event(EngineCoreEventType.SCHEDULED)
-        self.running.append(request)
-        plan.add_admitted(request, num_tokens, resumed)
+    # ------------------------------------------------------------------ blocked requests
 
     def _poll_blocked(self) -> None:
         """Requests whose grammar is compiled go in line; those whose grammar failed end."""

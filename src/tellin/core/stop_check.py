@@ -1,4 +1,4 @@
-"""When a request is done. Pure functions of ids and limits; stop strings are the shell's business."""
+"""When a request is done: pure functions of ids and limits; stop strings are the shell's."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Grammars of constrained requests: compiled off the step's path, masked and advanced within it.
 
-`StructuredOutputManager` compiles in a few threads, with a cache and a time limit; each request gets
-a matcher of its own. It never fails open: what does not compile ends its request with ERROR. The
-backend behind it (see `structured_output_guidance`) is loaded with the first such request.
+`StructuredOutputManager` compiles in a few threads, with a cache and a time limit; each request
+gets a matcher of its own. It never fails open: what does not compile ends its request with ERROR.
+The backend behind it (see `structured_output_guidance`) is loaded with the first such request.
 """
 
 from __future__ import annotations

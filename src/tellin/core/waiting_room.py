@@ -51,6 +51,13 @@ class WaitingRoom:
                 return preempted.pop_request()
         return waiting.pop_request()
 
+    def put_back(self, requests: Iterable[Request]) -> None:
+        """Return requests that were taken out but did not start; nothing has changed."""
+        dirty = self.dirty
+        for request in requests:
+            self.add(request)
+        self.dirty = dirty
+
     def has_candidates(self, preempted_only: bool = False) -> bool:
         return bool(self.preempted) or (not preempted_only and bool(self.waiting))
 
