@@ -92,8 +92,10 @@ class SchedulerConfig:
     """fcfs or priority."""
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    max_long_partial_prefills: int = 1
-    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 0
+    """Most prompts longer than ``long_prefill_token_threshold`` in progress at once; 0 = no limit."""
+    max_num_partial_prefills: int = 0
+    """Most prompts that a step may leave unfinished; 0 = no limit."""
     stream_interval: int = 1
     watermark: float = 0.0
     scheduler_reserve_full_isl: bool = True
@@ -231,8 +233,8 @@ class EngineArgs:
     scheduling_policy: str = "fcfs"
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
-    max_long_partial_prefills: int = 1
-    max_num_partial_prefills: int = 1
+    max_long_partial_prefills: int = 0
+    max_num_partial_prefills: int = 0
     stream_interval: int = 1
     """Tokens between two streamed outputs."""
     watermark: float = 0.0
