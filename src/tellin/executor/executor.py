@@ -183,6 +183,12 @@ class Executor(ABC):
         """Tasks the loaded model can do."""
         return tuple(self._agreed("get_supported_tasks"))
 
+    def load_tokenizer(self) -> Any:
+        """The model's tokenizer, for grammars; loaded anew with every call."""
+        from tellin.loading import load_tokenizer
+
+        return load_tokenizer(self.config.model_config.path)
+
     @property
     def vocab_size(self) -> int:
         """Columns of the model's logits."""
