@@ -8,6 +8,7 @@ TellinError
 │   ├── UnsupportedFeatureError          this model or build cannot do what was asked
 │   └── DuplicateRequestError            a live request already has this id            HTTP 409
 ├── RequestFailedError                   this request failed after admission           HTTP 500
+│   └── RequestTimeoutError              ... its own deadline passed (also TimeoutError)  HTTP 504
 ├── LoadError
 │   ├── ModelNotFoundError               no such file, folder or model name            HTTP 404
 │   ├── ModelDownloadError               a model could not be fetched into the store
@@ -69,6 +70,10 @@ class DuplicateRequestError(RequestError):
 
 class RequestFailedError(TellinError):
     """A request failed after it was admitted (finish reason ``error``); others go on."""
+
+
+class RequestTimeoutError(RequestFailedError, TimeoutError):
+    """A request was not done within the deadline that its caller set, and was aborted."""
 
 
 class LoadError(TellinError):

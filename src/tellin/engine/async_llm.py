@@ -1,0 +1,516 @@
+"""The asynchronous shell: many concurrent streams over one engine core.
+
+Same parts as `LLMEngine`, but outputs are taken from the core by one handler task and handed to a
+collector per request. The handler holds no reference to the `AsyncLLM`, so a dropped one is
+collected. Not thread-safe: one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+import weakref
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from copy import copy
+from types import TracebackType
+from typing import Any
+
+from tellin.config import EngineArgs, EngineConfig
+from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engine_tokenizer
+from tellin.engine.core_client import AsyncCoreClient, EngineCoreClient
+from tellin.engine.input_processor import InputProcessor
+from tellin.engine.llm_engine import make_tracer
+from tellin.engine.output_collector import RequestOutputCollector, is_finished
+from tellin.engine.output_handler import OutputHandler
+from tellin.engine.output_processor import Output, OutputProcessor
+from tellin.engine.parallel_sampling import ParentRequest
+from tellin.engine.renderer import ChatTokenizer, Renderer
+from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager
+from tellin.exceptions import (
+    DuplicateRequestError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineOverloadedError,
+    RequestTimeoutError,
+    UnsupportedFeatureError,
+)
+from tellin.metrics import IterationStats, Metric
+from tellin.outputs import PoolingRequestOutput, RequestOutput
+from tellin.protocol import EngineCoreRequest, LoRARequest
+from tellin.sampling_params import PoolingParams, SamplingParams
+
+logger = logging.getLogger("tellin.engine")
+
+
+class AsyncLLM:
+    """An engine whose requests are awaited.
+
+    The core runs in a child process, or (``multiprocess_mode=False``) in a thread of this one.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor_class: type[Any] | None = None,
+        log_stats: bool = True,
+        *,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        multiprocess_mode: bool = True,
+    ) -> None:
+        """Load the model and get ready; blocks until the core can serve.
+
+        Raises:
+            LoadError, EngineStartError: the core could not start; nothing is left running.
+        """
+        self.log_stats = log_stats or bool(stat_loggers)
+        tokenizer = load_engine_tokenizer(config)
+        self.renderer = Renderer(config, tokenizer)
+        self.input_processor = InputProcessor(config, self.renderer)
+        self.output_processor = OutputProcessor(
+            tokenizer,
+            log_stats=self.log_stats,
+            stream_interval=config.scheduler_config.stream_interval,
+            on_finished=make_tracer(config),
+        )
+        self.engine_core: AsyncCoreClient = EngineCoreClient.make_client(
+            multiprocess_mode=multiprocess_mode,
+            asyncio_mode=True,
+            config=config,
+            executor_class=executor_class,
+            log_stats=self.log_stats,
+        )
+        self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
+        self.config = apply_ready(config, self.engine_core.ready)
+        self.model_config = self.config.model_config
+        self.input_processor.update_config(self.config, self.engine_core.ready)
+        self.logger_manager: StatLoggerManager | None = None
+        if self.log_stats:
+            self.logger_manager = StatLoggerManager(self.config, custom_stat_loggers=stat_loggers)
+            self.logger_manager.log_engine_initialized()
+        self._handler = OutputHandler(
+            self.engine_core,
+            self.output_processor,
+            self.renderer,
+            self.logger_manager,
+            chunk_size=config.settings.output_chunk_size,
+        )
+        self._supported_tasks = tuple(self.engine_core.ready.supported_tasks)
+        self._is_paused = False
+        self._is_closed = False
+
+    @classmethod
+    def from_engine_config(
+        cls,
+        config: EngineConfig,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        disable_log_stats: bool = False,
+        multiprocess_mode: bool = True,
+    ) -> AsyncLLM:
+        return cls(
+            config,
+            log_stats=not disable_log_stats,
+            stat_loggers=stat_loggers,
+            multiprocess_mode=multiprocess_mode,
+        )
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        multiprocess_mode: bool = True,
+    ) -> AsyncLLM:
+        return cls(
+            create_engine_config(engine_args),
+            log_stats=not engine_args.disable_log_stats,
+            stat_loggers=stat_loggers,
+            multiprocess_mode=multiprocess_mode,
+        )
+
+    # ------------------------------------------------------------------ requests
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        *,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> tuple[str, RequestOutputCollector]:
+        """Queue a request.
+
+        Returns:
+            Its internal id and the collector of its outputs.
+
+        Raises:
+            RequestError: the request cannot be served. Nothing was queued.
+            EngineOverloadedError: the admission queue is full.
+            EngineDeadError, EngineClosedError: there is no engine any more.
+        """
+        self._check_alive()
+        self._check_capacity(params.n if isinstance(params, SamplingParams) else 1)
+        rendered = self.input_processor.render(prompt, tokenization_kwargs)
+        request = self.input_processor.process_inputs(
+            request_id,
+            rendered,
+            params,
+            self._supported_tasks,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            trace_headers=trace_headers,
+            priority=priority,
+            data_parallel_rank=data_parallel_rank,
+        )
+        if self.output_processor.has_external_request(request_id):
+            raise DuplicateRequestError(
+                f"request id {request_id!r} is in use by a live request; wait for it to finish, "
+                "abort it, or choose another id"
+            )
+        self.input_processor.assign_request_id(request)
+        internal_id = request.request_id
+        collector = RequestOutputCollector(request.params.output_kind)
+        self._handler.start()
+        await self._send(
+            request, rendered.get("prompt"), collector, rendered.get("num_truncated_tokens", 0)
+        )
+        return internal_id, collector
+
+    async def _send(
+        self,
+        request: EngineCoreRequest,
+        prompt_text: str | None,
+        collector: RequestOutputCollector,
+        truncated: int,
+    ) -> None:
+        """Register, then hand over to the core; all of it or nothing."""
+        params = request.sampling_params
+        n = 1 if params is None else params.n
+        parent = ParentRequest(request) if n > 1 else None
+        added: list[str] = []
+        try:
+            for index in range(n):
+                child = copy(request) if index < n - 1 else request
+                if parent is not None:
+                    child.request_id, child.sampling_params = parent.get_child_info(index)
+                added.append(child.request_id)
+                self.output_processor.add_request(
+                    child,
+                    prompt_text,
+                    parent,
+                    index,
+                    collector,
+                    num_truncated_prompt_tokens=truncated,
+                )
+                await self.engine_core.add_request_async(child)
+        except BaseException:
+            for request_id in added:
+                self.output_processor.remove_request(request_id)
+            await self.engine_core.abort_requests_async(added)
+            raise
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Stream the outputs of one request.
+
+        Cancelling the consumer, or closing the generator, aborts the request within one step.
+
+        Args:
+            request_id: the caller's id; default: a random one.
+            timeout_s: deadline in seconds from now.
+            **kwargs: as in `add_request`.
+
+        Raises:
+            RequestTimeoutError: the deadline passed; the request was aborted.
+            RequestError and others: as `add_request`.
+        """
+        stream = self._stream(prompt, sampling_params, request_id, timeout_s, kwargs)
+        async with aclosing(stream):
+            async for output in stream:
+                if isinstance(output, RequestOutput):
+                    yield output
+
+    async def encode(
+        self,
+        prompt: Any,
+        pooling_params: PoolingParams,
+        request_id: str | None = None,
+        *,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """Pool one prompt; same protocol as `generate`."""
+        stream = self._stream(prompt, pooling_params, request_id, timeout_s, kwargs)
+        async with aclosing(stream):
+            async for output in stream:
+                if isinstance(output, PoolingRequestOutput):
+                    yield output
+
+    async def _stream(
+        self,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        request_id: str | None,
+        timeout_s: float | None,
+        kwargs: dict[str, Any],
+    ) -> AsyncGenerator[Output, None]:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        request_id = request_id if request_id is not None else uuid.uuid4().hex
+        internal_id, collector = await self.add_request(request_id, prompt, params, **kwargs)
+        finished = False
+        try:
+            while not finished:
+                output = collector.get_nowait()
+                if output is None:
+                    output = await _get_before(collector, deadline, timeout_s)
+                finished = is_finished(output)
+                yield output
+        except (EngineDeadError, EngineClosedError):
+            finished = True  # nothing is left to abort
+            raise
+        finally:
+            if not finished:
+                await self.abort(internal_id, internal=True)
+
+    async def abort(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
+        """End requests; their consumers get a final output with finish reason abort."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        stats = IterationStats(time.time()) if self.log_stats else None
+        resolved, _ = self.output_processor.abort_requests(ids, internal, stats)
+        await self.engine_core.abort_requests_async(resolved)
+        if stats is not None and resolved and self.logger_manager is not None:
+            self.logger_manager.record(None, stats)
+
+    def _check_alive(self) -> None:
+        if self._is_closed:
+            raise EngineClosedError("the engine has been shut down; create a new one")
+        self.engine_core.check_alive()
+        self._handler.check_alive()
+
+    def _check_capacity(self, num_sequences: int) -> None:
+        scheduler = self.config.scheduler_config
+        if scheduler.max_num_queued_reqs is None:
+            return
+        limit = scheduler.max_num_seqs + scheduler.max_num_queued_reqs
+        live = self.output_processor.get_num_unfinished_requests()
+        if live + num_sequences > limit:
+            raise EngineOverloadedError(
+                f"the engine has {live} live sequences of at most {limit} (max_num_seqs + "
+                "max_num_queued_reqs); try again later"
+            )
+
+    # ------------------------------------------------------------------ control
+
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop admitting requests.
+
+        Args:
+            mode: of live requests: abort, wait (returns when they are done) or keep (frozen).
+            clear_cache: forget cached prompts too (needed after a change of weights).
+        """
+        if clear_cache:
+            self.renderer.clear_mm_cache()
+        self._is_paused = True
+        await self.engine_core.call_utility_async("pause_scheduler", mode, clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self.engine_core.call_utility_async("resume_scheduler")
+        self._is_paused = False
+        self._handler.touch()
+
+    async def is_paused(self) -> bool:
+        return bool(await self.engine_core.call_utility_async("is_scheduler_paused"))
+
+    async def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        """As `LLMEngine.sleep`."""
+        if level >= 1:
+            self.renderer.clear_mm_cache()
+        self._is_paused = True
+        await self.engine_core.call_utility_async("sleep", level, mode)
+        if self.logger_manager is not None:
+            self.logger_manager.record_sleep_state(True, level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """As `LLMEngine.wake_up`."""
+        await self.engine_core.call_utility_async("wake_up", tags)
+        sleeping = await self.is_sleeping()
+        self._is_paused = sleeping
+        self._handler.touch()
+        if self.logger_manager is not None and not sleeping:
+            self.logger_manager.record_sleep_state(False, 0)
+
+    async def is_sleeping(self) -> bool:
+        return bool(await self.engine_core.call_utility_async("is_sleeping"))
+
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """As `LLMEngine.reset_prefix_cache`."""
+        return bool(
+            await self.engine_core.call_utility_async(
+                "reset_prefix_cache", reset_running_requests, reset_connector
+            )
+        )
+
+    async def reset_mm_cache(self) -> None:
+        self.renderer.clear_mm_cache()
+        await self.engine_core.call_utility_async("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        await self.engine_core.call_utility_async("reset_encoder_cache")
+
+    async def start_profile(self, prefix: str | None = None) -> None:
+        await self.engine_core.call_utility_async("profile", True, prefix)
+
+    async def stop_profile(self) -> None:
+        await self.engine_core.call_utility_async("profile", False, None)
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        return bool(await self.engine_core.call_utility_async("add_lora", lora_request))
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        return bool(await self.engine_core.call_utility_async("remove_lora", lora_id))
+
+    async def list_loras(self) -> set[int]:
+        return set(await self.engine_core.call_utility_async("list_loras"))
+
+    async def pin_lora(self, lora_id: int) -> bool:
+        return bool(await self.engine_core.call_utility_async("pin_lora", lora_id))
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list[Any]:
+        """As `LLMEngine.collective_rpc`."""
+        return list(
+            await self.engine_core.call_utility_async(
+                "collective_rpc", method, timeout, args, kwargs
+            )
+        )
+
+    # ------------------------------------------------------------------ facts, health
+
+    async def get_supported_tasks(self) -> tuple[str, ...]:
+        return self._supported_tasks
+
+    @property
+    def tokenizer(self) -> ChatTokenizer | None:
+        return self.renderer.tokenizer
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        return self.renderer.get_tokenizer()
+
+    @property
+    def is_running(self) -> bool:
+        return not self._is_closed and self._handler.error is None
+
+    @property
+    def errored(self) -> bool:
+        """Whether no request will ever complete again."""
+        return self.engine_core.engine_dead or not self.is_running
+
+    @property
+    def dead_error(self) -> EngineDeadError:
+        return EngineDeadError(str(self._handler.error or ""))
+
+    async def check_health(self, max_idle_s: float = 60.0) -> None:
+        """Whether the engine makes progress.
+
+        Args:
+            max_idle_s: longest time without a sign of the core while requests are live.
+
+        Raises:
+            EngineDeadError: the core died, or has shown no progress for that long.
+        """
+        self._check_alive()
+        if self._is_paused or not self.output_processor.has_unfinished_requests():
+            return
+        idle_s = time.monotonic() - self._handler.last_progress
+        if idle_s > max_idle_s:
+            live = self.output_processor.get_num_unfinished_requests()
+            raise EngineDeadError(f"no step for {idle_s:.1f} s although {live} sequences are live")
+
+    def get_metrics(self) -> list[Metric]:
+        """As `LLMEngine.get_metrics`."""
+        return self._loggers().get_metrics()
+
+    def prometheus_text(self) -> str:
+        """All metrics in Prometheus' text format."""
+        return self._loggers().prometheus_text()
+
+    def _loggers(self) -> StatLoggerManager:
+        if self.logger_manager is None:
+            raise UnsupportedFeatureError(
+                "statistics are off; create the engine with disable_log_stats=False"
+            )
+        return self.logger_manager
+
+    async def do_log_stats(self) -> None:
+        """Report statistics through the loggers, now. A timer of the server calls this."""
+        if self.logger_manager is not None:
+            self.logger_manager.log()
+
+    async def wait_for_requests_to_drain(self, timeout: float = 300.0) -> None:
+        """Wait until no request is live. Raises TimeoutError after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while self.output_processor.has_unfinished_requests():
+            if time.monotonic() > deadline:
+                live = self.output_processor.get_num_unfinished_requests()
+                raise TimeoutError(f"{live} sequences are still live after {timeout:g} s")
+            await asyncio.sleep(0.02)
+
+    # ------------------------------------------------------------------ end
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End the core; consumers get `EngineClosedError`. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.renderer.shutdown()
+        self.engine_core.shutdown(timeout)
+        self.output_processor.propagate_error(EngineClosedError("the engine has been shut down"))
+        self._handler.stop()
+        self._finalizer()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await asyncio.to_thread(self.engine_core.shutdown)
+        self.shutdown()
+
+
+async def _get_before(
+    collector: RequestOutputCollector, deadline: float | None, timeout_s: float | None
+) -> Output:
+    if deadline is None:
+        return await collector.get()
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            return await collector.get()
+    except TimeoutError:
+        raise RequestTimeoutError(
+            f"the request was not done within its deadline of {timeout_s:g} s and was aborted"
+        ) from None

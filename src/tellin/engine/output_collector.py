@@ -1,0 +1,52 @@
+"""Hands the outputs of one request to one awaiting consumer.
+
+One slot: while the consumer is slow its outputs are merged, so that a slow reader costs a bounded amount
+of memory and delays nobody. No delta is ever lost or repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from tellin.engine.output_processor import Output
+from tellin.outputs import PoolingRequestOutput, RequestOutput
+from tellin.sampling_params import RequestOutputKind
+
+
+class RequestOutputCollector:
+    """A single-slot queue between the output handler and a consumer, both on one event loop."""
+
+    def __init__(self, output_kind: RequestOutputKind) -> None:
+        self._aggregate = output_kind == RequestOutputKind.DELTA
+        self._slot: Output | Exception | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, output: Output | Exception) -> None:
+        """Store or merge. An exception replaces what waits; nothing replaces an exception."""
+        waiting = self._slot
+        if isinstance(waiting, Exception):
+            return
+        if isinstance(waiting, RequestOutput) and isinstance(output, RequestOutput):
+            waiting.add(output, aggregate=self._aggregate)
+        else:
+            self._slot = output
+        self._ready.set()
+
+    async def get(self) -> Output:
+        """Next output; waits for one. A stored exception is raised, once."""
+        while (output := self.get_nowait()) is None:
+            await self._ready.wait()
+        return output
+
+    def get_nowait(self) -> Output | None:
+        """What waits, or None. A stored exception is raised, once."""
+        output, self._slot = self._slot, None
+        self._ready.clear()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+def is_finished(output: Output) -> bool:
+    """Whether this is a request's last output."""
+    return output.finished or isinstance(output, PoolingRequestOutput)
