@@ -1,8 +1,8 @@
 """From outputs of the core to outputs for the user: text, logprobs, streaming, n completions.
 
 Owns the text of every live request; nobody else keeps a copy. `process_outputs` is the only loop
-over a batch. Everything handed out is a snapshot. A stop string ends a request here first; its id is
-then returned so that the caller aborts it in the core.
+over a batch. Everything handed out is a snapshot. A stop string ends a request here first; its id
+is then returned so that the caller aborts it in the core.
 """
 
 from __future__ import annotations

@@ -1,0 +1,353 @@
+"""From `EngineArgs` to `EngineConfig`: every wish checked, every default decided, in one place.
+
+Opens the model's metadata (headers and small files, no weights). What only the core can know (the
+size of the KV cache, the context that fits into it) is taken over afterwards, by `apply_ready`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from tellin.checks import check_float, check_int
+from tellin.config import (
+    CacheConfig,
+    EngineArgs,
+    EngineConfig,
+    LoRAConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    StructuredOutputsConfig,
+)
+from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
+from tellin.protocol import EngineCoreReady
+from tellin.settings import Settings
+
+if TYPE_CHECKING:
+    from tellin.engine.renderer import ChatTokenizer
+    from tellin.loading import ModelMetadata
+
+logger = logging.getLogger("tellin.engine")
+
+DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
+"""Long enough for the matrix kernels to run at full speed, short enough not to stall decodes."""
+
+LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "int8")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
+
+_T = TypeVar("_T")
+
+
+def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> EngineConfig:
+    """Resolve arguments against the model's metadata.
+
+    Args:
+        settings: default: read from the environment, now.
+
+    Raises:
+        ModelNotFoundError, ModelLoadError, UnsupportedModelError: the model cannot be opened.
+        InvalidParameterError, UnsupportedFeatureError: an argument cannot be followed.
+    """
+    from tellin.loading import open_metadata, resolve_model
+
+    settings = settings or Settings.from_environ()
+    if not str(args.model):
+        raise InvalidParameterError(
+            "model is missing: give a .gguf file, a model folder, or the name of a pulled model",
+            parameter="model",
+        )
+    path = resolve_model(str(args.model), settings, download=args.download)
+    metadata = open_metadata(path)
+    model_config = _model_config(args, path, metadata)
+    cache_config = _cache_config(args)
+    return EngineConfig(
+        model_config=model_config,
+        cache_config=cache_config,
+        scheduler_config=_scheduler_config(args, model_config, cache_config),
+        parallel_config=_parallel_config(args, settings),
+        settings=settings,
+        observability_config=ObservabilityConfig(
+            log_stats=not args.disable_log_stats,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
+            metrics_prefix=args.metrics_prefix,
+        ),
+        structured_outputs_config=_structured_outputs_config(args),
+        lora_config=_lora_config(args),
+        speculative_config=_speculative_config(args),
+        shutdown_timeout_s=check_float("shutdown_timeout_s", args.shutdown_timeout_s, 0, 1e6),
+    )
+
+
+def apply_ready(config: EngineConfig, ready: EngineCoreReady) -> EngineConfig:
+    """The configuration with the lengths and sizes that the core has settled."""
+    max_model_len = min(config.model_config.max_model_len, ready.max_model_len)
+    replace = dataclasses.replace
+    return replace(
+        config,
+        model_config=replace(config.model_config, max_model_len=max_model_len),
+        scheduler_config=replace(config.scheduler_config, max_model_len=max_model_len),
+        cache_config=replace(
+            config.cache_config, num_kv_blocks=ready.num_kv_blocks, block_size=ready.block_size
+        ),
+    )
+
+
+def load_engine_tokenizer(config: EngineConfig) -> ChatTokenizer | None:
+    """The tokenizer that the configuration names; None with ``skip_tokenizer_init``."""
+    if config.model_config.skip_tokenizer_init:
+        return None
+    from tellin.loading import load_tokenizer
+
+    path = config.model_config.tokenizer_path or config.model_config.path
+    return cast("ChatTokenizer", load_tokenizer(path))
+
+
+# ---------------------------------------------------------------------- parts
+
+
+def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> ModelConfig:
+    _check_choice("runner", args.runner, ("auto", "generate", "pooling"))
+    _check_choice("logprobs_mode", args.logprobs_mode, LOGPROBS_MODES)
+    _check_choice("activation_precision", args.activation_precision, ("default", "high"))
+    _check_choice("backend", args.backend, ("native", "reference"))
+    if args.dtype not in ("auto", "float32", "float"):
+        raise UnsupportedFeatureError(
+            f"dtype={args.dtype!r} is not supported: weights are used as they are stored and "
+            "activations are float32; leave dtype out"
+        )
+    if args.runner not in ("auto", metadata.runner_type):
+        raise UnsupportedFeatureError(
+            f"runner={args.runner!r} does not suit this model, which is made for "
+            f"{metadata.runner_type!r}"
+        )
+    max_model_len, auto_max_model_len = _max_model_len(args, metadata)
+    return ModelConfig(
+        model=str(args.model),
+        path=path,
+        architecture=metadata.architecture,
+        max_model_len=max_model_len,
+        vocab_size=metadata.vocab_size,
+        tokenizer_size=min(metadata.tokenizer_size, metadata.vocab_size),
+        hidden_size=metadata.hidden_size,
+        num_hidden_layers=metadata.num_hidden_layers,
+        served_model_name=args.served_model_name or str(args.model),
+        runner_type=metadata.runner_type,
+        dtype="auto" if args.dtype == "auto" else "float32",
+        seed=check_int("seed", args.seed, -(2**63), 2**64 - 1),
+        max_logprobs=check_int("max_logprobs", args.max_logprobs, -1),
+        logprobs_mode=args.logprobs_mode,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        auto_max_model_len=auto_max_model_len,
+        eos_token_ids=metadata.eos_token_ids,
+        bos_token_id=metadata.bos_token_id,
+        chat_template=_chat_template(args.chat_template) or metadata.chat_template,
+        generation_defaults=_generation_defaults(args, metadata),
+        logits_processors=tuple(args.logits_processors or ()),
+        activation_precision=args.activation_precision,
+        backend=args.backend,
+        tokenizer_path=None if args.tokenizer is None else Path(args.tokenizer),
+    )
+
+
+def _max_model_len(args: EngineArgs, metadata: ModelMetadata) -> tuple[int, bool]:
+    """Context in tokens, and whether the core may lower it to what memory holds."""
+    longest = metadata.context_length
+    if args.max_model_len is None or args.max_model_len == -1:
+        return longest, True
+    wanted = check_int("max_model_len", args.max_model_len, 1)
+    if wanted > longest:
+        raise InvalidParameterError(
+            f"max_model_len={wanted} exceeds what the model was made for, {longest} tokens",
+            parameter="max_model_len",
+            value=wanted,
+        )
+    return wanted, False
+
+
+def _chat_template(given: str | None) -> str | None:
+    """Jinja text: given as such, or in a file. Text that cannot be a file name is a template."""
+    if given is None or "{" in given or "\n" in given:
+        return given
+    path = Path(given).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InvalidParameterError(
+            f"chat_template={given!r} is neither a Jinja template nor a readable file: {exc}",
+            parameter="chat_template",
+            value=given,
+        ) from None
+
+
+def _generation_defaults(args: EngineArgs, metadata: ModelMetadata) -> dict[str, Any]:
+    _check_choice("generation_config", args.generation_config, ("auto", "none", "vllm"))
+    defaults = dict(metadata.generation_defaults) if args.generation_config == "auto" else {}
+    overrides = dict(args.override_generation_config or {})
+    if "max_new_tokens" in overrides:
+        overrides["max_tokens"] = overrides.pop("max_new_tokens")
+    return defaults | overrides
+
+
+def _cache_config(args: EngineArgs) -> CacheConfig:
+    block_size = check_int("block_size", args.block_size, 16)
+    if block_size % 16:
+        raise InvalidParameterError(
+            f"block_size must be a multiple of 16, got {block_size}",
+            parameter="block_size",
+            value=block_size,
+        )
+    _check_choice("kv_cache_dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
+    if args.memory_utilization is not None:
+        check_float("memory_utilization", args.memory_utilization, 0, 1, open_low=True)
+    for name, low in (("num_kv_blocks", 2), ("kv_cache_memory_bytes", 1)):
+        if getattr(args, name) is not None:
+            check_int(name, getattr(args, name), low)
+    return CacheConfig(
+        block_size=block_size,
+        num_kv_blocks=args.num_kv_blocks,
+        memory_utilization=args.memory_utilization,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        kv_cache_dtype=args.kv_cache_dtype,
+        enable_prefix_caching=args.enable_prefix_caching,
+        prefix_caching_hash_algo=args.prefix_caching_hash_algo,
+        enable_kv_cache_events=args.enable_kv_cache_events,
+        kv_cache_metrics_sample=args.kv_cache_metrics_sample,
+    )
+
+
+def _scheduler_config(
+    args: EngineArgs, model_config: ModelConfig, cache_config: CacheConfig
+) -> SchedulerConfig:
+    _check_choice("scheduling_policy", args.scheduling_policy, ("fcfs", "priority"))
+    max_num_seqs = check_int("max_num_seqs", args.max_num_seqs, 1)
+    max_model_len = model_config.max_model_len
+    if args.max_num_batched_tokens is not None:
+        budget = check_int("max_num_batched_tokens", args.max_num_batched_tokens, 1)
+    else:
+        # A step must be able to hold one token of every running request.
+        budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
+        if not args.enable_chunked_prefill or model_config.runner_type == "pooling":
+            budget = max(budget, max_model_len)
+    if budget < max_num_seqs:
+        raise InvalidParameterError(
+            f"max_num_batched_tokens must be at least max_num_seqs ({max_num_seqs}), got {budget}",
+            parameter="max_num_batched_tokens",
+            value=budget,
+        )
+    if args.max_num_queued_reqs is not None:
+        check_int("max_num_queued_reqs", args.max_num_queued_reqs, 1)
+    return SchedulerConfig(
+        max_num_batched_tokens=budget,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        policy=args.scheduling_policy,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        long_prefill_token_threshold=check_int(
+            "long_prefill_token_threshold", args.long_prefill_token_threshold, 0
+        ),
+        max_long_partial_prefills=check_int(
+            "max_long_partial_prefills", args.max_long_partial_prefills, 1
+        ),
+        max_num_partial_prefills=check_int(
+            "max_num_partial_prefills", args.max_num_partial_prefills, 1
+        ),
+        stream_interval=check_int("stream_interval", args.stream_interval, 1),
+        watermark=check_float("watermark", args.watermark, 0, 1),
+        max_num_queued_reqs=args.max_num_queued_reqs,
+    )
+
+
+def _parallel_config(args: EngineArgs, settings: Settings) -> ParallelConfig:
+    num_threads = settings.num_threads if args.num_threads is None else args.num_threads
+    if num_threads is not None:
+        num_threads = check_int("num_threads", num_threads, 1)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if check_int(name, getattr(args, name), 1) > 1:
+            raise UnsupportedFeatureError(
+                f"{name}={getattr(args, name)} is not supported: one process uses all cores; "
+                "set num_threads instead"
+            )
+    return ParallelConfig(
+        num_threads=num_threads,
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
+        data_parallel_size=check_int("data_parallel_size", args.data_parallel_size, 1),
+        data_parallel_rank=check_int("data_parallel_rank", args.data_parallel_rank, 0),
+        distributed_executor_backend=args.distributed_executor_backend or "uni",
+    )
+
+
+def _structured_outputs_config(args: EngineArgs) -> StructuredOutputsConfig:
+    config = _from_dict(
+        "structured_outputs_config", StructuredOutputsConfig, args.structured_outputs_config
+    )
+    config = config or StructuredOutputsConfig()
+    if args.reasoning_parser is not None:
+        config = dataclasses.replace(config, reasoning_parser=args.reasoning_parser)
+    return config
+
+
+def _lora_config(args: EngineArgs) -> LoRAConfig | None:
+    if not args.enable_lora:
+        return None
+    max_loras = check_int("max_loras", args.max_loras, 1)
+    return LoRAConfig(
+        max_lora_rank=check_int("max_lora_rank", args.max_lora_rank, 1),
+        max_loras=max_loras,
+        max_cpu_loras=check_int("max_cpu_loras", args.max_cpu_loras or max_loras, max_loras),
+    )
+
+
+def _speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
+    config = _from_dict("speculative_config", SpeculativeConfig, args.speculative_config)
+    if config is None:
+        return None
+    _check_choice("speculative_config.method", config.method, SPECULATIVE_METHODS)
+    check_int("speculative_config.num_speculative_tokens", config.num_speculative_tokens, 1)
+    if (config.method == "draft_model") != (config.model is not None):
+        raise InvalidParameterError(
+            "speculative_config.model is needed by method 'draft_model' and by no other, got "
+            f"method={config.method!r}, model={config.model!r}",
+            parameter="speculative_config.model",
+            value=config.model,
+        )
+    return config
+
+
+def _from_dict(name: str, cls: type[_T], given: Any) -> _T | None:
+    """A configuration object from a dict, or as it is."""
+    if given is None or isinstance(given, cls):
+        return given
+    if not isinstance(given, Mapping):
+        raise InvalidTypeError(
+            f"{name} must be a dict or a {cls.__name__}, got {type(given).__name__}",
+            parameter=name,
+            value=given,
+        )
+    known = {field.name for field in dataclasses.fields(cast("Any", cls))}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise InvalidParameterError(
+            f"unknown key {unknown[0]!r} in {name}; known: {', '.join(sorted(known))}",
+            parameter=f"{name}.{unknown[0]}",
+        )
+    try:
+        return cls(**given)
+    except TypeError as exc:
+        raise InvalidParameterError(f"{name}: {exc}", parameter=name) from None
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidParameterError(
+            f"{name} must be one of {', '.join(choices)}, got {value!r}",
+            parameter=name,
+            value=value,
+        )

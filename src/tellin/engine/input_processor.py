@@ -1,0 +1,316 @@
+"""The admission gate: whatever a request can be refused for is found here, before the core sees it.
+
+`LLM`, `LLMEngine`, `AsyncLLM` and the server all pass through `InputProcessor.process_inputs`. It
+works on copies: a caller's parameters are never changed. What it returns is complete, so the core
+never has to ask the shell anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tellin.checks import check_int
+from tellin.config import EngineConfig
+from tellin.engine.param_checks import (
+    check_contradictions,
+    check_pooling_params,
+    check_prompt,
+    check_room,
+    check_sampling_params,
+)
+from tellin.engine.prompts import (
+    COMPLETION_TOKENIZE_PARAMS,
+    MultiModalItems,
+    RenderedPrompt,
+    is_rendered,
+)
+from tellin.engine.renderer import Renderer
+from tellin.exceptions import (
+    InvalidParameterError,
+    InvalidTypeError,
+    UnsupportedFeatureError,
+)
+from tellin.protocol import EngineCoreReady, EngineCoreRequest, LoRARequest, MultiModalFeature
+from tellin.sampling_params import PoolingParams, SamplingParams
+
+logger = logging.getLogger("tellin.engine")
+
+DEFAULT_POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
+"""Task of a request that names none: the first of these that the model supports."""
+
+
+class InputProcessor:
+    """Turns prompts and parameters into checked requests."""
+
+    def __init__(self, config: EngineConfig, renderer: Renderer) -> None:
+        self.config = config
+        self.renderer = renderer
+        self._ready: EngineCoreReady | None = None
+        self._warned: set[str] = set()
+
+    def update_config(self, config: EngineConfig, ready: EngineCoreReady | None) -> None:
+        """The core has settled lengths and sizes: check against those from now on."""
+        self.config = config
+        self.renderer.config = config
+        self._ready = ready
+
+    # ------------------------------------------------------------------ the gate
+
+    def process_inputs(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: SamplingParams | PoolingParams,
+        supported_tasks: Sequence[str],
+        *,
+        arrival_time: float | None = None,
+        lora_request: LoRARequest | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        data_parallel_rank: int | None = None,
+    ) -> EngineCoreRequest:
+        """Check a request completely.
+
+        Args:
+            prompt: a rendered prompt, or a raw one (which is then rendered here).
+            arrival_time: wall clock seconds; default: when rendering began.
+
+        Returns:
+            The request for the core, without internal id: see `assign_request_id`.
+
+        Raises:
+            RequestError: what is wrong, and what to do. Nothing has changed anywhere.
+        """
+        if not isinstance(request_id, str):
+            raise InvalidTypeError(
+                f"request_id must be a string, got {type(request_id).__name__}",
+                parameter="request_id",
+                value=request_id,
+            )
+        final_params = self._check_params(params, supported_tasks)
+        self._check_lora(lora_request)
+        priority = check_int("priority", priority)
+        self._check_rank(data_parallel_rank)
+        rendered = self.render(prompt, tokenization_kwargs)
+        token_ids = rendered["prompt_token_ids"]
+        model = self.config.model_config
+        check_prompt(token_ids, model.vocab_size, model.max_model_len)
+        if isinstance(final_params, SamplingParams):
+            self._finalise(final_params, len(token_ids))
+            check_room(len(token_ids), final_params, self.config, self._ready)
+        if arrival_time is None:
+            arrival_time = rendered.get("arrival_time") or time.time()
+        return EngineCoreRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            mm_features=_mm_features(rendered.get("mm_items")),
+            sampling_params=final_params if isinstance(final_params, SamplingParams) else None,
+            pooling_params=final_params if isinstance(final_params, PoolingParams) else None,
+            arrival_time=arrival_time,
+            lora_request=lora_request,
+            cache_salt=rendered.get("cache_salt"),
+            data_parallel_rank=data_parallel_rank,
+            priority=priority,
+            trace_headers=None if trace_headers is None else dict(trace_headers),
+        )
+
+    def adopt_core_request(
+        self, request_id: str, request: EngineCoreRequest, supported_tasks: Sequence[str]
+    ) -> EngineCoreRequest:
+        """Put a request that somebody else built through the same gate, in place. Deprecated.
+
+        Its own id wins over ``request_id``. One that was added before is returned as it is:
+        `assign_request_id` refuses it.
+
+        Raises:
+            RequestError: as `process_inputs`.
+        """
+        self._warn_once(
+            "core request",
+            "passing an EngineCoreRequest to add_request is deprecated: pass the output of "
+            "renderer.render_cmpl() or renderer.render_chat()",
+        )
+        if request.request_id != request_id:
+            self._warn_once(
+                "id mismatch",
+                f"request_id {request_id!r} differs from that of the EngineCoreRequest, "
+                f"{request.request_id!r}, which is used",
+            )
+        if request.external_req_id is not None:
+            return request
+        if request.prompt_token_ids is None:
+            raise UnsupportedFeatureError("prompt embeddings are not supported by this model")
+        checked = self.process_inputs(
+            request.request_id,
+            RenderedPrompt(type="token", prompt_token_ids=list(request.prompt_token_ids)),
+            request.params,
+            supported_tasks,
+            lora_request=request.lora_request,
+            priority=request.priority,
+            data_parallel_rank=request.data_parallel_rank,
+        )
+        request.prompt_token_ids = checked.prompt_token_ids
+        request.sampling_params = checked.sampling_params
+        request.pooling_params = checked.pooling_params
+        return request
+
+    def render(
+        self, prompt: Any, tokenization_kwargs: Mapping[str, Any] | None = None
+    ) -> RenderedPrompt:
+        """The rendered form of a prompt. Raw prompts are accepted, with one warning per engine."""
+        if is_rendered(prompt):
+            if tokenization_kwargs:
+                raise InvalidParameterError(
+                    "tokenization_kwargs have no effect on a prompt that is already rendered; "
+                    "give them to render_cmpl or render_chat",
+                    parameter="tokenization_kwargs",
+                )
+            rendered: RenderedPrompt = prompt
+            return rendered
+        self._warn_once(
+            "raw prompt",
+            "raw prompts are deprecated here: render them first, with renderer.render_cmpl() or "
+            "renderer.render_chat()",
+        )
+        params = COMPLETION_TOKENIZE_PARAMS.with_options(tokenization_kwargs)
+        return self.renderer.render_cmpl([prompt], params)[0]
+
+    def assign_request_id(self, request: EngineCoreRequest) -> None:
+        """Keep the caller's id as external id; make the internal one unique.
+
+        Raises:
+            InvalidParameterError: the request has an external id already (it was added before).
+        """
+        if request.external_req_id is not None:
+            raise InvalidParameterError(
+                "external_req_id is set by the engine; use request_id, and do not add the same "
+                "request object twice",
+                parameter="external_req_id",
+                value=request.external_req_id,
+            )
+        request.external_req_id = request.request_id
+        request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
+
+    # ------------------------------------------------------------------ parts
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            logger.warning("%s", message)
+
+    def _check_params(
+        self, params: SamplingParams | PoolingParams, supported_tasks: Sequence[str]
+    ) -> SamplingParams | PoolingParams:
+        """A checked clone."""
+        if isinstance(params, SamplingParams):
+            if "generate" not in supported_tasks:
+                raise UnsupportedFeatureError(
+                    "this model cannot generate text; it supports "
+                    f"{', '.join(supported_tasks) or 'no task'}"
+                )
+            sampling = params.clone()
+            has_tokenizer = self.renderer.tokenizer is not None
+            check_sampling_params(sampling, self.config, has_tokenizer=has_tokenizer)
+            return sampling
+        if not isinstance(params, PoolingParams):
+            raise InvalidTypeError(
+                f"params must be SamplingParams or PoolingParams, got {type(params).__name__}",
+                parameter="params",
+                value=params,
+            )
+        pooling = params.clone()
+        tasks = [task for task in supported_tasks if task != "generate"]
+        if not tasks:
+            raise UnsupportedFeatureError(
+                "this model cannot pool (embed, classify); it generates text"
+            )
+        if pooling.task is None:
+            pooling.task = next((t for t in DEFAULT_POOLING_TASKS if t in tasks), tasks[0])
+        check_pooling_params(pooling, tasks)
+        return pooling
+
+    def _check_lora(self, lora_request: LoRARequest | None) -> None:
+        if lora_request is None:
+            return
+        if not isinstance(lora_request, LoRARequest):
+            raise InvalidTypeError(
+                f"lora_request must be a LoRARequest, got {type(lora_request).__name__}",
+                parameter="lora_request",
+                value=lora_request,
+            )
+        if self.config.lora_config is None:
+            raise UnsupportedFeatureError(
+                f"LoRA adapter {lora_request.lora_name!r} was requested, but LoRA is disabled; "
+                "start the engine with enable_lora=True"
+            )
+        if self.renderer.tokenizer is not None:
+            self._warn_once(
+                "lora tokenizer", "tokenizers of LoRA adapters are not used; the base model's is"
+            )
+
+    def _check_rank(self, rank: int | None) -> None:
+        size = self.config.parallel_config.data_parallel_size
+        if rank is not None and not 0 <= check_int("data_parallel_rank", rank) < size:
+            raise InvalidParameterError(
+                f"data_parallel_rank must be in [0, {size}), got {rank}",
+                parameter="data_parallel_rank",
+                value=rank,
+            )
+
+    def _finalise(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """Fill in what depends on the model, on a clone."""
+        if params.max_tokens is None:
+            # At least 1, so that a full context is refused for what it is (`check_room`).
+            room = self.config.model_config.max_model_len - num_prompt_tokens
+            params.max_tokens = max(1, room)
+        eos_token_ids = self.config.model_config.eos_token_ids
+        params.all_stop_token_ids = {*params.all_stop_token_ids, *eos_token_ids}
+        if not params.ignore_eos and eos_token_ids:
+            params.eos_token_id = eos_token_ids[0]
+            others = [i for i in eos_token_ids[1:] if i not in (params.stop_token_ids or ())]
+            params.stop_token_ids = [*(params.stop_token_ids or ()), *others]
+        if params.bad_words:
+            params.bad_words_token_ids = self._bad_words_token_ids(params.bad_words)
+        check_contradictions(params)
+
+    def _bad_words_token_ids(self, bad_words: Sequence[str]) -> list[list[int]]:
+        """Every distinct tokenisation of each word, at the start of a text and after a space."""
+        tokenizer = self.renderer.get_tokenizer()
+        tokenizer_size = self.config.model_config.tokenizer_size
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in bad_words:
+            for text in (word, f" {word.lstrip()}"):
+                ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+                if not ids or max(ids) >= tokenizer_size:
+                    raise InvalidParameterError(
+                        f"bad word {word!r} cannot be expressed in tokens of this model",
+                        parameter="bad_words",
+                        value=word,
+                    )
+                sequences[ids] = None
+        return [list(ids) for ids in sequences]
+
+
+def _mm_features(mm_items: Mapping[str, MultiModalItems] | None) -> list[MultiModalFeature] | None:
+    """One feature per item, in order of appearance across modalities."""
+    if not mm_items:
+        return None
+    features = []
+    for modality, items in mm_items.items():
+        for data, item_hash, (offset, length) in zip(
+            items["data"], items["hashes"], items["placeholders"], strict=True
+        ):
+            if not isinstance(item_hash, str):
+                raise InvalidTypeError(
+                    f"hashes of multimodal items must be strings, got {item_hash!r}: "
+                    "the multimodal processor is broken",
+                    parameter="mm_items",
+                    value=item_hash,
+                )
+            features.append(MultiModalFeature(modality, item_hash, offset, length, data, item_hash))
+    return sorted(features, key=lambda feature: feature.offset)

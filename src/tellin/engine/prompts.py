@@ -1,0 +1,227 @@
+"""Forms in which a prompt may arrive, and the rendered form that the engine works with.
+
+A raw prompt is a string, a list of token ids, or a dict (`TextPrompt`, `TokensPrompt`). Rendering
+turns it into a `RenderedPrompt`: token ids, ready to be admitted.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from tellin.checks import check_bool, check_int
+from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
+
+
+class TextPrompt(TypedDict, total=False):
+    """A prompt as text."""
+
+    prompt: str
+    cache_salt: str
+
+
+class TokensPrompt(TypedDict, total=False):
+    """A prompt as token ids, with its text if known."""
+
+    prompt_token_ids: list[int]
+    prompt: str
+    cache_salt: str
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+"""A raw prompt."""
+
+
+class MultiModalItems(TypedDict):
+    """Items of one modality in a rendered prompt, in order of appearance."""
+
+    data: list[Any]
+    hashes: list[str]
+    placeholders: list[tuple[int, int]]
+    """``(offset, length)`` in prompt tokens."""
+
+
+class RenderedPrompt(TypedDict, total=False):
+    """A tokenised prompt. ``type``: token or multimodal."""
+
+    type: Literal["token", "multimodal"]
+    prompt_token_ids: list[int]
+    prompt: str | None
+    cache_salt: str | None
+    arrival_time: float
+    num_truncated_tokens: int
+    mm_items: dict[str, MultiModalItems]
+
+
+@dataclass(frozen=True)
+class TokenizeParams:
+    """How to turn a text into token ids."""
+
+    add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    """Keep at most this many tokens; -1 = as many as the context holds with one token of output."""
+    truncation_side: str = "left"
+    """Side that is cut off."""
+
+    def with_options(self, options: Mapping[str, Any] | None) -> TokenizeParams:
+        """These, changed by what a caller gave as ``tokenization_kwargs``.
+
+        Raises:
+            InvalidParameterError: an unknown name or a bad value.
+        """
+        if not options:
+            return self
+        known = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
+        for name in options:
+            if name not in known:
+                raise InvalidParameterError(
+                    f"unknown tokenization option {name!r}; known: {', '.join(known)}",
+                    parameter=name,
+                )
+        add_special = options.get("add_special_tokens", self.add_special_tokens)
+        limit = options.get("truncate_prompt_tokens", self.truncate_prompt_tokens)
+        side = options.get("truncation_side", self.truncation_side)
+        check_bool("add_special_tokens", add_special)
+        if limit is not None:
+            limit = check_int("truncate_prompt_tokens", limit, -1)
+            if limit == 0:
+                raise InvalidParameterError(
+                    "truncate_prompt_tokens must be -1 or at least 1, got 0",
+                    parameter="truncate_prompt_tokens",
+                    value=0,
+                )
+        if side not in ("left", "right"):
+            raise InvalidParameterError(
+                f"truncation_side must be left or right, got {side!r}",
+                parameter="truncation_side",
+                value=side,
+            )
+        return TokenizeParams(add_special, limit, side)
+
+
+COMPLETION_TOKENIZE_PARAMS = TokenizeParams()
+CHAT_TOKENIZE_PARAMS = TokenizeParams(add_special_tokens=False)
+"""The chat template writes special tokens itself."""
+
+
+def is_rendered(prompt: Any) -> bool:
+    return isinstance(prompt, dict) and prompt.get("type") in ("token", "multimodal")
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a list is meant as token ids, judged by its first element."""
+    return isinstance(prompt, list | tuple) and bool(prompt) and _is_integer(prompt[0])
+
+
+def _is_integer(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+def check_token_ids(ids: Any) -> list[int]:
+    """A new list of plain ints.
+
+    Raises:
+        InvalidTypeError: not a list, or an element is not an integer.
+    """
+    if not isinstance(ids, list | tuple):
+        raise InvalidTypeError(
+            f"prompt_token_ids must be a list of integers, got {type(ids).__name__}",
+            parameter="prompt_token_ids",
+            value=ids,
+        )
+    if set(map(type, ids)) <= {int}:
+        return list(ids)
+    for position, item in enumerate(ids):
+        if not _is_integer(item):
+            raise InvalidTypeError(
+                f"prompt_token_ids[{position}] must be an integer, got {item!r} "
+                f"({type(item).__name__})",
+                parameter="prompt_token_ids",
+                value=item,
+            )
+    return [operator.index(item) for item in ids]
+
+
+@dataclass(frozen=True)
+class ParsedPrompt:
+    """A raw prompt taken apart; exactly one of ``text`` and ``token_ids`` drives rendering."""
+
+    text: str | None
+    token_ids: list[int] | None
+    cache_salt: str | None = None
+
+
+def parse_prompt(prompt: Any) -> ParsedPrompt:
+    """Understand a raw prompt.
+
+    Raises:
+        InvalidTypeError: it is not one of the accepted forms.
+        UnsupportedFeatureError: embeddings, multimodal data, or an encoder-decoder pair.
+    """
+    if isinstance(prompt, str):
+        return ParsedPrompt(prompt, None)
+    if isinstance(prompt, list | tuple):
+        return ParsedPrompt(None, check_token_ids(prompt))
+    if not isinstance(prompt, Mapping):
+        raise InvalidTypeError(
+            "a prompt must be a string, a list of token ids, or a dict with 'prompt' or "
+            f"'prompt_token_ids'; got {type(prompt).__name__}",
+            parameter="prompt",
+            value=prompt,
+        )
+    for name, what in (
+        ("prompt_embeds", "prompt embeddings are"),
+        ("multi_modal_data", "multimodal data is"),
+        ("encoder_prompt", "encoder-decoder prompts are"),
+    ):
+        if prompt.get(name) is not None:
+            raise UnsupportedFeatureError(f"{what} not supported by this model ({name} was given)")
+    text, ids, salt = (prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt"))
+    if text is None and ids is None:
+        raise InvalidTypeError(
+            "a prompt dict needs 'prompt' (text) or 'prompt_token_ids'; "
+            f"got the keys {sorted(map(str, prompt))}",
+            parameter="prompt",
+        )
+    for name, value in (("prompt", text), ("cache_salt", salt)):
+        if value is not None and not isinstance(value, str):
+            raise InvalidTypeError(
+                f"{name} must be a string, got {type(value).__name__}", parameter=name, value=value
+            )
+    if salt == "":
+        raise InvalidParameterError(
+            "cache_salt must not be empty; leave it out instead", parameter="cache_salt", value=""
+        )
+    return ParsedPrompt(text, None if ids is None else check_token_ids(ids), salt)
+
+
+def prompts_to_list(prompts: Any) -> list[Any]:
+    """One prompt or a sequence of prompts, as a list.
+
+    A string, a dict, or a non-empty list that starts with an integer is one prompt.
+    """
+    if isinstance(prompts, str | bytes | Mapping) or is_token_ids(prompts):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidTypeError(
+            f"prompts must be a prompt or a list of prompts, got {type(prompts).__name__}",
+            parameter="prompts",
+            value=prompts,
+        )
+    return list(prompts)
+
+
+def conversations_to_list(messages: Any) -> list[list[dict[str, Any]]]:
+    """One conversation (a non-empty list that starts with a dict) or several, as a list."""
+    if not isinstance(messages, list | tuple):
+        raise InvalidTypeError(
+            "messages must be a list of {'role': ..., 'content': ...} or a list of such lists, "
+            f"got {type(messages).__name__}",
+            parameter="messages",
+            value=messages,
+        )
+    if messages and isinstance(messages[0], Mapping):
+        return [list(messages)]
+    return list(messages)

@@ -1,0 +1,347 @@
+"""From what a user writes to token ids: tokenisation and chat templates.
+
+Owns the tokenizer's use and the frontend's multimodal cache. Does not judge whether a prompt can be
+served: that is the input processor's job, except for texts so long that tokenising them would be an
+attack.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tellin.config import EngineConfig
+from tellin.engine.prompts import (
+    CHAT_TOKENIZE_PARAMS,
+    COMPLETION_TOKENIZE_PARAMS,
+    ParsedPrompt,
+    RenderedPrompt,
+    TokenizeParams,
+    is_rendered,
+    parse_prompt,
+)
+from tellin.engine.token_table import TokenizerLike
+from tellin.exceptions import (
+    ContextLengthError,
+    InvalidParameterError,
+    InvalidTypeError,
+    UnsupportedFeatureError,
+)
+from tellin.protocol import CacheStats
+
+logger = logging.getLogger("tellin.engine")
+
+
+class ChatTokenizer(TokenizerLike, Protocol):
+    """The tokenizer as the shell uses it."""
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | None: ...
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **kwargs: Any,
+    ) -> str: ...
+
+
+class MultiModalCache(Protocol):
+    """The frontend's cache of processed multimodal items."""
+
+    def clear(self) -> None: ...
+    def take_stats(self) -> CacheStats: ...
+
+
+@dataclass(frozen=True)
+class ChatParams:
+    """How to turn a conversation into a prompt."""
+
+    chat_template: str | None = None
+    """Jinja text; None = the engine's, else the model's."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    """Leave the last message open, for the model to continue; excludes the generation prompt."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    content_format: str = "auto"
+    """string = join text parts of a message; openai = hand parts to the template; auto = string."""
+
+
+class Renderer:
+    """Tokenizer, chat template and multimodal preprocessing of one engine."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: ChatTokenizer | None,
+        mm_cache: MultiModalCache | None = None,
+    ) -> None:
+        self.config = config  # replaced once the core has settled lengths
+        self.tokenizer = tokenizer
+        self._mm_cache = mm_cache
+        self._longest_token: int | None = None
+        self._bos_text: str | None = None
+        self._warned_bos = False
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The tokenizer.
+
+        Raises:
+            UnsupportedFeatureError: the engine was made with ``skip_tokenizer_init``.
+        """
+        if self.tokenizer is None:
+            raise UnsupportedFeatureError(
+                "this engine has no tokenizer (skip_tokenizer_init=True); give prompts as token ids"
+            )
+        return self.tokenizer
+
+    def get_eos_token_id(self) -> int | None:
+        eos_token_ids = self.config.model_config.eos_token_ids
+        return eos_token_ids[0] if eos_token_ids else None
+
+    # ------------------------------------------------------------------ completions
+
+    def render_cmpl(
+        self,
+        prompts: Sequence[Any],
+        tok_params: TokenizeParams | None = None,
+        prompt_extras: Mapping[str, Any] | None = None,
+    ) -> list[RenderedPrompt]:
+        """Tokenise raw prompts. Already rendered ones pass unchanged.
+
+        Args:
+            prompt_extras: more keys for each result (``cache_salt``).
+
+        Raises:
+            RequestError: a prompt has an unknown form or an absurd length.
+        """
+        params = tok_params or COMPLETION_TOKENIZE_PARAMS
+        return [self._render(prompt, params, prompt_extras) for prompt in prompts]
+
+    async def render_cmpl_async(
+        self,
+        prompts: Sequence[Any],
+        tok_params: TokenizeParams | None = None,
+        prompt_extras: Mapping[str, Any] | None = None,
+    ) -> list[RenderedPrompt]:
+        """`render_cmpl` in a thread, so that long texts do not hold up the event loop."""
+        return await asyncio.to_thread(self.render_cmpl, prompts, tok_params, prompt_extras)
+
+    def _render(
+        self, prompt: Any, params: TokenizeParams, extras: Mapping[str, Any] | None
+    ) -> RenderedPrompt:
+        if is_rendered(prompt):
+            rendered: RenderedPrompt = prompt
+            return rendered
+        arrival_time = time.time()
+        parsed = parse_prompt(prompt)
+        token_ids = parsed.token_ids
+        if token_ids is None:
+            token_ids = self._tokenize(parsed, params)
+        kept = self._truncate(token_ids, params)
+        result = RenderedPrompt(
+            type="token",
+            prompt_token_ids=kept,
+            prompt=parsed.text,
+            cache_salt=parsed.cache_salt,
+            arrival_time=arrival_time,
+            num_truncated_tokens=len(token_ids) - len(kept),
+        )
+        if extras:
+            result.update(extras)  # type: ignore[typeddict-item]
+        return result
+
+    def _tokenize(self, parsed: ParsedPrompt, params: TokenizeParams) -> list[int]:
+        text = parsed.text
+        assert text is not None
+        tokenizer = self.get_tokenizer()
+        if params.truncate_prompt_tokens is None:
+            self._check_text_length(text)
+        if params.add_special_tokens:
+            self._warn_about_bos(text, tokenizer)
+        return tokenizer.encode(text, add_special_tokens=params.add_special_tokens)
+
+    def _check_text_length(self, text: str) -> None:
+        """Refuse a text that cannot fit before spending time on it.
+
+        No token stands for more characters than the vocabulary's longest one, so a text longer
+        than the context times that many characters is too long whatever its tokens are.
+        """
+        max_model_len = self.config.model_config.max_model_len
+        if len(text) <= 16 * max_model_len:
+            return
+        if self._longest_token is None:
+            vocab = self.get_tokenizer().backend.get_vocab(with_added_tokens=True)
+            self._longest_token = max(map(len, vocab), default=1)
+        limit = max_model_len * self._longest_token
+        if len(text) > limit:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters, which is more than fits into a context of "
+                f"{max_model_len} tokens; shorten it"
+            )
+
+    def _warn_about_bos(self, text: str, tokenizer: ChatTokenizer) -> None:
+        if self._warned_bos or tokenizer.bos_token_id is None:
+            return
+        if self._bos_text is None:
+            self._bos_text = tokenizer.convert_ids_to_tokens([tokenizer.bos_token_id])[0]
+        if text.startswith(self._bos_text):
+            self._warned_bos = True
+            logger.warning(
+                "the prompt already starts with %s, so no second one was added; chat() and "
+                "render_chat() apply the template without this trap",
+                self._bos_text,
+            )
+
+    def _truncate(self, token_ids: list[int], params: TokenizeParams) -> list[int]:
+        limit = params.truncate_prompt_tokens
+        if limit is None:
+            return token_ids
+        longest = self.config.model_config.max_model_len - 1
+        if limit == -1:
+            limit = longest
+        elif limit > longest:
+            raise InvalidParameterError(
+                f"truncate_prompt_tokens must be at most {longest} (the context of "
+                f"{longest + 1} tokens less one for output), got {limit}",
+                parameter="truncate_prompt_tokens",
+                value=limit,
+            )
+        if len(token_ids) <= limit:
+            return token_ids
+        return token_ids[-limit:] if params.truncation_side == "left" else token_ids[:limit]
+
+    # ------------------------------------------------------------------ chat
+
+    def render_chat(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        chat_params: ChatParams | None = None,
+        tok_params: TokenizeParams | None = None,
+        prompt_extras: Mapping[str, Any] | None = None,
+    ) -> tuple[list[list[dict[str, Any]]], list[RenderedPrompt]]:
+        """Apply the chat template and tokenise.
+
+        Returns:
+            The conversations as the template saw them, and one rendered prompt each.
+
+        Raises:
+            RequestError: a message is malformed, or the template refuses the conversation.
+        """
+        chat = chat_params or ChatParams()
+        if chat.add_generation_prompt and chat.continue_final_message:
+            raise InvalidParameterError(
+                "continue_final_message needs add_generation_prompt=False",
+                parameter="continue_final_message",
+                value=True,
+            )
+        params = tok_params or CHAT_TOKENIZE_PARAMS
+        checked = [_check_messages(messages, chat) for messages in conversations]
+        rendered = []
+        for messages in checked:
+            arrival_time = time.time()
+            prompt = self._render(self._apply_template(messages, chat), params, prompt_extras)
+            prompt["arrival_time"] = arrival_time
+            rendered.append(prompt)
+        return checked, rendered
+
+    async def render_chat_async(
+        self,
+        conversations: Sequence[Sequence[Mapping[str, Any]]],
+        chat_params: ChatParams | None = None,
+        tok_params: TokenizeParams | None = None,
+        prompt_extras: Mapping[str, Any] | None = None,
+    ) -> tuple[list[list[dict[str, Any]]], list[RenderedPrompt]]:
+        """`render_chat` in a thread."""
+        return await asyncio.to_thread(
+            self.render_chat, conversations, chat_params, tok_params, prompt_extras
+        )
+
+    def _apply_template(self, messages: list[dict[str, Any]], chat: ChatParams) -> str:
+        return self.get_tokenizer().apply_chat_template(
+            messages,
+            add_generation_prompt=chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            tools=chat.tools,
+            chat_template=chat.chat_template or self.config.model_config.chat_template,
+            **(chat.chat_template_kwargs or {}),
+        )
+
+    # ------------------------------------------------------------------ multimodal cache, end
+
+    def clear_mm_cache(self) -> None:
+        """Forget processed multimodal items, in step with the core's cache."""
+        if self._mm_cache is not None:
+            self._mm_cache.clear()
+
+    async def clear_mm_cache_async(self) -> None:
+        self.clear_mm_cache()
+
+    def stat_mm_cache(self) -> CacheStats | None:
+        """Hits since the last call; None without a cache."""
+        return None if self._mm_cache is None else self._mm_cache.take_stats()
+
+    def shutdown(self) -> None:
+        """Release the cache. Idempotent."""
+        self.clear_mm_cache()
+
+
+def _check_messages(messages: Any, chat: ChatParams) -> list[dict[str, Any]]:
+    """Copies of the messages, with contents in the form that the template gets."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise InvalidParameterError(
+            f"a conversation must be a non-empty list of messages, got {messages!r:.80}",
+            parameter="messages",
+        )
+    result = []
+    for position, message in enumerate(messages):
+        where = f"messages[{position}]"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidTypeError(
+                f"{where} must be a dict with a 'role', got {message!r:.80}",
+                parameter="messages",
+                value=message,
+            )
+        copy = dict(message)
+        if not isinstance(copy.get("content"), str):
+            copy["content"] = _content(copy.get("content"), where, chat.content_format)
+        result.append(copy)
+    return result
+
+
+def _content(content: Any, where: str, content_format: str) -> Any:
+    if content is None:
+        return ""
+    if not isinstance(content, list | tuple):
+        raise InvalidTypeError(
+            f"{where}.content must be a string, a list of parts or null, "
+            f"got {type(content).__name__}",
+            parameter="messages",
+        )
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in ("text", "input_text", "refusal") and not isinstance(part, str):
+            raise UnsupportedFeatureError(
+                f"{where}.content has a part of type {kind!r}; this model takes text only"
+            )
+        text = part if isinstance(part, str) else part.get("text", part.get("refusal"))
+        if not isinstance(text, str):
+            raise InvalidTypeError(
+                f"{where}.content has a text part without text", parameter="messages"
+            )
+        texts.append(text)
+    if content_format == "openai":
+        return [{"type": "text", "text": text} for text in texts]
+    return "\n".join(texts)

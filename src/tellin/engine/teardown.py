@@ -1,0 +1,35 @@
+"""What ends with an engine that was dropped without `shutdown`: run by weak-reference finalizers.
+
+Nothing here may refer to the engine, or it would never be collected.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tellin.engine.core_client import CoreClient
+
+if TYPE_CHECKING:
+    from tellin.engine.dp_group import DataParallelGroup
+
+
+def close_engine(client: CoreClient, dp_group: DataParallelGroup | None) -> None:
+    """End the core and leave the data-parallel group."""
+    client.shutdown()
+    if dp_group is not None:
+        dp_group.close()
+
+
+def get_driver_model(executor: Any) -> Any | None:
+    """The model of the driving worker, if the executor is here and shows it."""
+    found = executor
+    for name in ("driver_worker", "model_runner", "model"):
+        found = getattr(found, name, None)
+    return found
+
+
+def cleanup_instance_caches(model: Any) -> None:
+    """Let a model drop artefacts that would keep its memory alive, if it has any."""
+    release = getattr(model, "release_cached_artefacts", None)
+    if release is not None:
+        release()
