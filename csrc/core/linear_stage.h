@@ -1,0 +1,50 @@
+// Linear layers of one input: tiles of tokens x output groups, each finished (bias, residual, gate) while it is
+// in cache.
+#pragma once
+#include <vector>
+
+#include "stage.h"
+
+namespace tellin {
+
+// out = (x w^T + bias) + residual, or with `up`: act(x w^T + bias) * (x up^T + up_bias).
+struct LinearPart {
+  const PackedMatrix* weight = nullptr;
+  const float* bias = nullptr;
+  const PackedMatrix* up = nullptr;
+  const float* up_bias = nullptr;
+  Activation act = Activation::kSilu;
+  const Buffer* out = nullptr;
+  const Buffer* residual = nullptr;
+};
+
+class LinearStage final : public Stage {
+ public:
+  LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x, ActPrecision precision,
+              std::vector<LinearPart> parts);
+
+  std::string kind() const override;
+  int64_t prepare(const Pass& pass) noexcept override;
+  void run(int64_t task, int member) noexcept override;
+
+ private:
+  struct Chunk {
+    int32_t part;
+    int32_t begin, end;  // groups
+  };
+  void product(const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk, float* out, int64_t ldo) const;
+
+  const KernelTables kernels_;
+  const int num_threads_;
+  const Buffer* x_;
+  const ActPrecision precision_;
+  const std::vector<LinearPart> parts_;
+  std::vector<Chunk> small_chunks_, large_chunks_;  // for few rows, for many
+  const std::vector<Chunk>* chunks_ = nullptr;
+  std::vector<MappedMemory> scratch_;  // per member, for one tile
+  int64_t num_rows_ = 0;
+  int64_t tile_rows_ = 0;
+  int64_t num_tiles_ = 0;
+};
+
+}  // namespace tellin

@@ -1,0 +1,145 @@
+#include "row_chain.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace tellin {
+namespace {
+
+// About a microsecond of work: less than this is not worth a hand-over to another core.
+constexpr int64_t kValuesPerTask = 8192;
+
+const char* name(RowOp::Kind kind) {
+  switch (kind) {
+    case RowOp::Kind::kEmbed: return "embed";
+    case RowOp::Kind::kRmsNorm: return "rms_norm";
+    case RowOp::Kind::kLayerNorm: return "layer_norm";
+    case RowOp::Kind::kAngles: return "angles";
+    case RowOp::Kind::kRope: return "rope";
+    case RowOp::Kind::kKvStore: return "kv_store";
+    case RowOp::Kind::kActMul: return "act_mul";
+    case RowOp::Kind::kActivation: return "activation";
+    case RowOp::Kind::kAdd: return "add";
+    case RowOp::Kind::kAddBias: return "add_bias";
+    case RowOp::Kind::kAddTable: return "add_position";
+    case RowOp::Kind::kScale: return "scale";
+    case RowOp::Kind::kSoftcap: return "softcap";
+    case RowOp::Kind::kQuantize: return "quantize";
+  }
+  return "";
+}
+
+}  // namespace
+
+void RowChain::append(const RowOp& op) {
+  ops_.push_back(op);
+  const Buffer* buffer = op.out != nullptr ? op.out : op.x;
+  values_per_row_ += buffer->width;
+}
+
+std::string RowChain::kind() const {
+  std::string text;
+  for (const RowOp& op : ops_) {
+    const std::string part = name(op.kind);
+    if (text.size() >= part.size() && text.compare(text.size() - part.size(), part.size(), part) == 0) continue;
+    text += (text.empty() ? "" : "+") + part;
+  }
+  return text;
+}
+
+int64_t RowChain::prepare(const Pass& pass) noexcept {
+  pass_ = &pass;
+  num_rows_ = pass.num_rows(rows_);
+  rows_per_task_ = std::max<int64_t>(1, kValuesPerTask / std::max<int64_t>(1, values_per_row_));
+  return (num_rows_ + rows_per_task_ - 1) / rows_per_task_;
+}
+
+void RowChain::run(int64_t task, int) noexcept {
+  const int64_t end = std::min(num_rows_, (task + 1) * rows_per_task_);
+  for (int64_t row = task * rows_per_task_; row < end; ++row) {
+    for (const RowOp& op : ops_) run_op(op, row);
+  }
+}
+
+void RowChain::run_op(const RowOp& op, int64_t row) const {
+  const VectorKernels& k = *kernels_.vector;
+  switch (op.kind) {
+    case RowOp::Kind::kEmbed: {
+      float* out = op.out->row(row);
+      kernels_.linear->dequantize_row(op.table_type, op.table, pass_->token_ids[row], op.out->width, out);
+      if (op.factor != 1.0f) k.scale(out, op.factor, op.out->width, out);
+      return;
+    }
+    case RowOp::Kind::kRmsNorm:
+      for (int64_t i = 0; i < op.count; ++i) {
+        k.rms_norm(op.x->row(row) + i * op.group, op.weight, op.group, op.factor, op.out->row(row) + i * op.group);
+      }
+      return;
+    case RowOp::Kind::kLayerNorm:
+      return k.layer_norm(op.x->row(row), op.weight, op.bias, op.x->width, op.factor, op.out->row(row));
+    case RowOp::Kind::kAngles: {
+      // In double precision: a float angle of a few thousand radians would be off by 1e-4.
+      const auto half = static_cast<int64_t>(op.frequencies->size());
+      float* cosines = op.out->row(row);
+      const double position = pass_->positions[row];
+      for (int64_t i = 0; i < half; ++i) {
+        const double angle = position * (*op.frequencies)[static_cast<size_t>(i)];
+        cosines[i] = static_cast<float>(std::cos(angle) * static_cast<double>(op.factor));
+        cosines[half + i] = static_cast<float>(std::sin(angle) * static_cast<double>(op.factor));
+      }
+      return;
+    }
+    case RowOp::Kind::kRope: {
+      const int64_t half = op.y->width / 2;
+      const float* cosines = op.y->row(row);
+      for (int64_t head = 0; head < op.count; ++head) {
+        k.rope(op.x->row(row) + head * op.group, cosines, cosines + half, half, op.interleaved);
+      }
+      return;
+    }
+    case RowOp::Kind::kKvStore: return store_kv(op, row);
+    case RowOp::Kind::kActMul:
+      return k.act_mul(op.act, op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
+    case RowOp::Kind::kActivation: return k.activation(op.act, op.x->row(row), op.x->width, op.out->row(row));
+    case RowOp::Kind::kAdd: return k.add(op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
+    case RowOp::Kind::kAddBias: return k.add(op.x->row(row), op.bias, op.x->width, op.x->row(row));
+    case RowOp::Kind::kAddTable: {
+      float* scratch = op.y->row(row);
+      kernels_.linear->dequantize_row(op.table_type, op.table, pass_->positions[row], op.x->width, scratch);
+      return k.add(op.x->row(row), scratch, op.x->width, op.x->row(row));
+    }
+    case RowOp::Kind::kScale: return k.scale(op.x->row(row), op.factor, op.x->width, op.x->row(row));
+    case RowOp::Kind::kSoftcap: return k.softcap(op.x->row(row), op.factor, op.x->width, op.x->row(row));
+    case RowOp::Kind::kQuantize:
+      return kernels_.linear->quantize_row(op.x->row(row), op.x->width, row, op.x->int8_rows);
+  }
+}
+
+void RowChain::store_kv(const RowOp& op, int64_t row) const {
+  const KvPool& pool = *op.pool;
+  const KvPool::Layer& layer = pool.layers()[static_cast<size_t>(op.layer)];
+  const int64_t block = pass_->slots[row] / pool.block_size();
+  const int64_t offset = pass_->slots[row] % pool.block_size();
+  const int64_t head_dim = layer.layout.head_dim;
+  for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
+    kernels_.attention->kv_store(layer.layout, op.x->row(row) + head * head_dim, op.y->row(row) + head * head_dim,
+                                 offset % kTilePositions, pool.tile(layer, block, head, offset / kTilePositions));
+  }
+}
+
+int64_t GatherStage::prepare(const Pass& pass) noexcept {
+  pass_ = &pass;
+  return (static_cast<int64_t>(pass.gathers.size()) + kRowsPerTask - 1) / kRowsPerTask;
+}
+
+void GatherStage::run(int64_t task, int) noexcept {
+  const auto begin = static_cast<size_t>(task * kRowsPerTask);
+  const size_t end = std::min(pass_->gathers.size(), begin + static_cast<size_t>(kRowsPerTask));
+  for (size_t i = begin; i < end; ++i) {
+    const Gather& gather = pass_->gathers[i];
+    std::memcpy(out_->row(gather.logit), x_->row(gather.token), static_cast<size_t>(x_->width) * sizeof(float));
+  }
+}
+
+}  // namespace tellin

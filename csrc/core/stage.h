@@ -1,0 +1,80 @@
+// A compiled program is a list of stages; within a stage tasks run in any order on any member, between stages
+// all earlier writes are visible.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tellin/linear.h"
+#include "tellin/mapped_memory.h"
+#include "tellin/vector_kernels.h"
+
+namespace tellin {
+
+// One row per scheduled token, or one per position whose logits are wanted.
+enum class RowKind { kTokens, kLogits };
+
+// Activations: float32 [rows, width], row r at base + r * stride.
+struct Buffer {
+  int64_t width = 0;
+  int64_t stride = 0;
+  RowKind rows = RowKind::kTokens;
+  bool exported = false;   // read by the caller afterwards: contiguous, and all rows of the step are kept
+  bool quantized = false;  // some linear layer reads it as int8
+  int64_t capacity = 0;    // rows
+  std::shared_ptr<MappedMemory> memory;
+  float* base = nullptr;  // row 0 of the current pass
+  MappedMemory quantized_memory;
+  QuantizedRows int8_rows{nullptr, 0};
+
+  float* row(int64_t r) const { return base + r * stride; }
+};
+
+// Consecutive rows of one request within a pass.
+struct RequestRows {
+  int64_t begin, end;          // rows [begin, end) of the pass
+  int64_t first_position;      // of row `begin`; the others follow
+  const int32_t* block_table;  // of the request
+};
+
+struct Gather {
+  int64_t token;  // row of the pass
+  int64_t logit;  // row of the step
+};
+
+class AttentionSchedule;
+
+// A step is run in passes of a bounded number of rows, so that activations stay in cache and memory stays small:
+// later passes see the KV cache of earlier ones. Logit rows are computed once, in the last pass.
+struct Pass {
+  int64_t first_row = 0;  // in the step
+  int64_t num_tokens = 0;
+  int64_t num_logits = 0;  // rows of the step; 0 in all passes but the last
+  const int32_t* token_ids = nullptr;
+  const int32_t* positions = nullptr;
+  const int64_t* slots = nullptr;  // KV slot of each row
+  std::vector<RequestRows> requests;
+  std::vector<Gather> gathers;
+  std::vector<std::unique_ptr<AttentionSchedule>> schedules;  // by attention shape
+
+  int64_t num_rows(RowKind kind) const { return kind == RowKind::kTokens ? num_tokens : num_logits; }
+};
+
+struct KernelTables {
+  const LinearKernels* linear;
+  const VectorKernels* vector;
+  const AttentionKernels* attention;
+};
+
+class Stage {
+ public:
+  virtual ~Stage() = default;
+  // For profiles: what most of the stage's time goes to.
+  virtual std::string kind() const = 0;
+  // Number of tasks for this pass; 0 skips the stage. Called by one member before any run().
+  virtual int64_t prepare(const Pass& pass) noexcept = 0;
+  virtual void run(int64_t task, int member) noexcept = 0;
+};
+
+}  // namespace tellin

@@ -1,0 +1,80 @@
+// Row and attention kernels: the border between the plan executor and everything that is not a matrix product.
+//
+// Kernels do not allocate, do not throw and know no threads. Each value is one fixed sequence of floating-point
+// operations: it depends on its row, never on how rows were grouped into calls.
+//
+// PODs only: included by every instruction-set unit (see linear.h).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace tellin {
+
+enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum class KvDtype : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
+
+constexpr int64_t kTilePositions = 16;  // positions per KV tile: one 512-bit or two 256-bit vectors of scores
+constexpr int64_t kPartition = 256;     // positions reduced as one unit of softmax; absolute multiples
+constexpr int64_t kPartitionTiles = kPartition / kTilePositions;
+
+struct VectorKernels {
+  const char* isa;
+
+  // All rows are contiguous float32 [n]. `out` may be an input.
+  void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, int64_t n, float eps, float* out);
+  void (*add)(const float* x, const float* y, int64_t n, float* out);
+  void (*scale)(const float* x, float factor, int64_t n, float* out);
+  void (*softcap)(const float* x, float cap, int64_t n, float* out);
+  void (*activation)(Activation act, const float* x, int64_t n, float* out);
+  void (*act_mul)(Activation act, const float* gate, const float* up, int64_t n, float* out);
+  // Rotates 2 * half values of one head in place by the angles whose cosines and sines are given.
+  void (*rope)(float* head, const float* cos, const float* sin, int64_t half, bool interleaved);
+};
+
+// One tile of the KV cache: 16 consecutive positions of one kv head, K as [head_dim][16], V as [16][head_dim];
+// tiles made from int8 end with the scales of K [16] and of V [16], float32.
+struct KvLayout {
+  KvDtype dtype;
+  int64_t head_dim;      // a multiple of 8, at most 512
+  int64_t value_offset;  // bytes from the start of a tile to V
+  int64_t scale_offset;  // bytes to the scales; 0 = the tile has none
+  int64_t tile_bytes;    // a multiple of 64
+};
+
+// Query rows that attend to one partition of one kv head. Rows are ordered by query position.
+struct AttentionRows {
+  const float* q;         // [num_rows, head_dim], already multiplied by the attention scale
+  int64_t num_rows;
+  const int32_t* begin;   // [num_rows] visible positions [begin, end), relative to the partition: 0 <= begin, end
+  const int32_t* end;     //            <= kPartition; begin >= end: the row sees nothing here
+  float softcap;          // 0 = none
+};
+
+// Softmax state of one row: acc[head_dim] (not normalised), then the running maximum and sum.
+constexpr int64_t kStatePadding = 16;  // floats after acc; [0] = maximum, [1] = sum
+
+struct AttentionKernels {
+  const char* isa;
+
+  // Writes k and v (float32 [head_dim]) of one position into `lane` of a tile.
+  void (*kv_store)(const KvLayout& layout, const float* k, const float* v, int64_t lane, uint8_t* tile);
+  // Expands a tile to float32, exactly: scales are copied, not applied. `out` has dtype kFloat32.
+  void (*kv_expand)(const KvLayout& layout, const uint8_t* tile, const KvLayout& out_layout, uint8_t* out);
+  // Attention over one partition: states[num_rows] of stride head_dim + kStatePadding are overwritten.
+  // tiles[kPartitionTiles]: those that hold no visible position are not read and may be null.
+  // scratch: kScratchRows * kPartition floats.
+  void (*attend)(const KvLayout& layout, const uint8_t* const* tiles, const AttentionRows& rows, float* scratch,
+                 float* states);
+  // Merges the states of the next partition into the running states (sum 0 = empty).
+  void (*fold)(int64_t num_rows, int64_t head_dim, const float* states, float* running);
+  // out[head_dim] = acc / sum (zeros if the state is empty).
+  void (*finish)(int64_t head_dim, const float* running, float* out);
+};
+constexpr int64_t kScratchRows = 8;
+
+// Tables of the named variant (as returned in LinearKernels::isa), or nullptr if it was not built.
+const VectorKernels* vector_kernels(const char* isa);
+const AttentionKernels* attention_kernels(const char* isa);
+
+}  // namespace tellin

@@ -1,0 +1,12 @@
+#include "vector/simd_avx512.h"
+// The vector type must be known before what is written against it.
+#include "vector/row_ops.h"
+
+namespace tellin {
+
+const VectorKernels* vector_table_avx512() {
+  static const VectorKernels table{"avx512", rms_norm, layer_norm, add, scale, softcap, activation, act_mul, rope};
+  return &table;
+}
+
+}  // namespace tellin

@@ -1,0 +1,68 @@
+// Vector of sixteen floats: AVX-512 F.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace {
+
+struct Simd {
+  static constexpr int kWidth = 16;
+  static constexpr int kAttendRows = 8;   // 8 rows x 2 tiles = 16 of 32 registers, twice the FMA latency
+  static constexpr int kAttendTiles = 2;
+  static constexpr int kAttendCols = 2;
+
+  using V = __m512;
+
+  static inline V load(const float* p) { return _mm512_loadu_ps(p); }
+  static inline void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+  static inline __mmask16 mask(int count) { return static_cast<__mmask16>((1u << count) - 1); }
+  static inline V load_partial(const float* p, int count) { return _mm512_maskz_loadu_ps(mask(count), p); }
+  static inline void store_partial(float* p, V v, int count) { _mm512_mask_storeu_ps(p, mask(count), v); }
+  static inline V set1(float x) { return _mm512_set1_ps(x); }
+  static inline V zero() { return _mm512_setzero_ps(); }
+  static inline V add(V a, V b) { return _mm512_add_ps(a, b); }
+  static inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+  static inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static inline V div(V a, V b) { return _mm512_div_ps(a, b); }
+  static inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  static inline V fnma(V a, V b, V c) { return _mm512_fnmadd_ps(a, b, c); }
+  static inline V max(V a, V b) { return _mm512_max_ps(a, b); }  // b if either is NaN
+  static inline V min(V a, V b) { return _mm512_min_ps(a, b); }
+  static inline V abs(V a) { return _mm512_abs_ps(a); }
+  static inline V copysign(V magnitude, V sign) {
+    const __m512i bit = _mm512_set1_epi32(INT32_MIN);
+    return _mm512_castsi512_ps(  // bit ? sign : magnitude
+        _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign), _mm512_castps_si512(magnitude), 0xCA));
+  }
+  static inline V select_lt(V a, V b, V x, V y) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), y, x);
+  }
+  static inline V round(V a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static inline V scale_pow2(V a, V n) { return _mm512_scalef_ps(a, n); }
+  static inline float reduce_add(V a) {  // halves, then as in eight lanes
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 v = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+  }
+  static inline float reduce_max(V a) {
+    const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    __m128 v = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    v = _mm_max_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_max_ss(v, _mm_movehdup_ps(v)));
+  }
+  static inline V load_f16(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static inline void store_f16(uint16_t* p, V v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+  }
+  static inline V load_i8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
+};
+
+}  // namespace
