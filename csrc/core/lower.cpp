@@ -1,0 +1,358 @@
+// Lowering of plan operations to stages: row operations join the running chain, linear layers and attention are
+// stages of their own.
+#include <algorithm>
+
+#include "linear_stage.h"
+#include "program_state.h"
+#include "require.h"
+
+namespace tellin {
+namespace {
+
+void require_like(const Buffer& a, const Buffer& b) {
+  require(a.width == b.width, "operands must have the same width, not " + std::to_string(a.width) + " and " +
+                                  std::to_string(b.width));
+  require(a.rows == b.rows, "operands must have the same kind of rows");
+}
+
+void require_tokens(const Buffer& buffer) {
+  require(buffer.rows == RowKind::kTokens, "the operation needs positions: its operands must have token rows");
+}
+
+RowOp make(RowOp::Kind kind) {
+  RowOp op;
+  op.kind = kind;
+  return op;
+}
+
+}  // namespace
+
+// ---- state
+
+Buffer& Program::State::buffer(int id) const {
+  require(id >= 0 && id < static_cast<int>(buffers.size()), "buffer id " + std::to_string(id) + " is out of range");
+  return *buffers[static_cast<size_t>(id)];
+}
+
+const float* Program::State::vector(int id, int64_t width) const {
+  if (id < 0) return nullptr;
+  require(id < static_cast<int>(vectors.size()), "vector id " + std::to_string(id) + " is out of range");
+  const std::vector<float>& values = *vectors[static_cast<size_t>(id)];
+  require(static_cast<int64_t>(values.size()) == width, "a vector has " + std::to_string(values.size()) +
+                                                            " values where " + std::to_string(width) +
+                                                            " are needed");
+  return values.data();
+}
+
+RowChain& Program::State::chain(RowKind rows) {
+  require(!finalized, "the program is final");
+  if (!stages.empty()) {
+    auto* last = dynamic_cast<RowChain*>(stages.back().stage.get());
+    if (last != nullptr && last->rows() == rows) return *last;
+  }
+  auto stage = std::make_unique<RowChain>(kernels, rows);
+  RowChain& chain = *stage;
+  stages.push_back({std::move(stage), rows});
+  return chain;
+}
+
+void Program::State::append(const RowOp& op, Buffer& target) {
+  chain(target.rows).append(op);
+  wrote(target);
+}
+
+void Program::State::wrote(const Buffer& target) {
+  int8_valid.erase(std::remove(int8_valid.begin(), int8_valid.end(), &target), int8_valid.end());
+}
+
+void Program::State::quantize(Buffer& x) {
+  if (std::find(int8_valid.begin(), int8_valid.end(), &x) != int8_valid.end()) return;
+  x.quantized = true;
+  RowOp op = make(RowOp::Kind::kQuantize);
+  op.x = &x;
+  chain(x.rows).append(op);
+  int8_valid.push_back(&x);
+}
+
+size_t Program::State::shape_index(const AttentionShape& shape) {
+  const auto found = std::find(shapes.begin(), shapes.end(), shape);
+  if (found != shapes.end()) return static_cast<size_t>(found - shapes.begin());
+  shapes.push_back(shape);
+  return shapes.size() - 1;
+}
+
+// ---- row operations
+
+void Program::embed(const TensorView& table, int out, float scale) {
+  Buffer& target = state_->buffer(out);
+  require_tokens(target);
+  check_tensor(table);
+  require(table.columns == target.width, "the embedding's width must be that of its output");
+  RowOp op = make(RowOp::Kind::kEmbed);
+  op.out = &target;
+  op.table = table.data;
+  op.table_type = table.type;
+  op.factor = scale;
+  const int64_t known = state_->num_embeddings;
+  state_->num_embeddings = known == 0 ? table.rows : std::min(known, table.rows);
+  state_->append(op, target);
+}
+
+void Program::rms_norm(int x, int weight, int out, float eps, int64_t group) {
+  RowOp op = make(RowOp::Kind::kRmsNorm);
+  op.x = &state_->buffer(x);
+  op.out = &state_->buffer(out);
+  require_like(*op.x, *op.out);
+  op.group = group > 0 ? group : op.x->width;
+  require(op.x->width % op.group == 0, "the norm's group must divide the width");
+  op.count = op.x->width / op.group;
+  op.weight = state_->vector(weight, op.group);
+  require(op.weight != nullptr, "a norm needs a weight");
+  op.factor = eps;
+  state_->append(op, *op.out);
+}
+
+void Program::layer_norm(int x, int weight, int bias, int out, float eps) {
+  RowOp op = make(RowOp::Kind::kLayerNorm);
+  op.x = &state_->buffer(x);
+  op.out = &state_->buffer(out);
+  require_like(*op.x, *op.out);
+  op.weight = state_->vector(weight, op.x->width);
+  op.bias = state_->vector(bias, op.x->width);
+  require(op.weight != nullptr, "a norm needs a weight");
+  op.factor = eps;
+  state_->append(op, *op.out);
+}
+
+void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved) {
+  RowOp op = make(RowOp::Kind::kRope);
+  op.x = &state_->buffer(x);
+  require_tokens(*op.x);
+  require(rotary >= 0 && rotary < static_cast<int>(state_->rotaries.size()), "rotary table id is out of range");
+  State::Rotary& table = state_->rotaries[static_cast<size_t>(rotary)];
+  require(num_heads > 0 && head_dim > 0 && num_heads * head_dim == op.x->width,
+          "rope: the width must be num_heads * head_dim");
+  require(table.angles->width <= head_dim, "rope: more frequencies than pairs in a head");
+  if (!table.computed) {
+    RowOp angles = make(RowOp::Kind::kAngles);
+    angles.out = table.angles;
+    angles.frequencies = table.frequencies.get();
+    angles.factor = table.attention_factor;
+    state_->append(angles, *table.angles);
+    table.computed = true;
+  }
+  op.y = table.angles;
+  op.group = head_dim;
+  op.count = num_heads;
+  op.interleaved = interleaved;
+  state_->append(op, *op.x);
+}
+
+void Program::act_mul(int gate, int up, int out, Activation act) {
+  RowOp op = make(RowOp::Kind::kActMul);
+  op.x = &state_->buffer(gate);
+  op.y = &state_->buffer(up);
+  op.out = &state_->buffer(out);
+  require_like(*op.x, *op.y);
+  require_like(*op.x, *op.out);
+  op.act = act;
+  state_->append(op, *op.out);
+}
+
+void Program::activation(int x, int out, Activation act) {
+  RowOp op = make(RowOp::Kind::kActivation);
+  op.x = &state_->buffer(x);
+  op.out = &state_->buffer(out);
+  require_like(*op.x, *op.out);
+  op.act = act;
+  state_->append(op, *op.out);
+}
+
+void Program::add(int x, int y, int out) {
+  RowOp op = make(RowOp::Kind::kAdd);
+  op.x = &state_->buffer(x);
+  op.y = &state_->buffer(y);
+  op.out = &state_->buffer(out);
+  require_like(*op.x, *op.y);
+  require_like(*op.x, *op.out);
+  state_->append(op, *op.out);
+}
+
+void Program::add_bias(int x, int bias) {
+  RowOp op = make(RowOp::Kind::kAddBias);
+  op.x = &state_->buffer(x);
+  op.bias = state_->vector(bias, op.x->width);
+  require(op.bias != nullptr, "add_bias needs a vector");
+  state_->append(op, *op.x);
+}
+
+void Program::add_position(int x, const TensorView& table) {
+  Buffer& target = state_->buffer(x);
+  require_tokens(target);
+  check_tensor(table);
+  require(table.columns == target.width, "the position table's width must be that of its operand");
+  RowOp op = make(RowOp::Kind::kAddTable);
+  op.x = &target;
+  op.y = &state_->buffer(add_buffer(target.width, /*logit_rows=*/false));
+  op.table = table.data;
+  op.table_type = table.type;
+  const int64_t known = state_->num_positions;
+  state_->num_positions = known < 0 ? table.rows : std::min(known, table.rows);
+  state_->append(op, target);
+}
+
+void Program::scale(int x, float factor) {
+  RowOp op = make(RowOp::Kind::kScale);
+  op.x = &state_->buffer(x);
+  op.factor = factor;
+  state_->append(op, *op.x);
+}
+
+void Program::softcap(int x, float cap) {
+  require(cap > 0.0f, "softcap must be positive");
+  RowOp op = make(RowOp::Kind::kSoftcap);
+  op.x = &state_->buffer(x);
+  op.factor = cap;
+  state_->append(op, *op.x);
+}
+
+// ---- stages of their own
+
+void Program::gather_rows(int x, int out) {
+  require(!state_->finalized, "the program is final");
+  Buffer& source = state_->buffer(x);
+  Buffer& target = state_->buffer(out);
+  require(source.width == target.width, "gather_rows: widths differ");
+  require(source.rows == RowKind::kTokens && target.rows == RowKind::kLogits,
+          "gather_rows goes from token rows to logit rows");
+  for (const State::StageEntry& entry : state_->stages) {
+    if (entry.rows == RowKind::kLogits) state_->logits_before_gather = true;
+  }
+  state_->stages.push_back({std::make_unique<GatherStage>(&source, &target), RowKind::kTokens});
+  state_->wrote(target);
+}
+
+void Program::linear(int x, const std::vector<Part>& parts, int residual) {
+  require(!state_->finalized, "the program is final");
+  require(!parts.empty(), "linear: no parts");
+  require(residual < 0 || parts.size() == 1, "linear: a residual needs a single part");
+  Buffer& input = state_->buffer(x);
+  // Parts of both precisions (a float matrix among quantised ones) are two stages.
+  for (ActPrecision precision : {ActPrecision::kInt8, ActPrecision::kFloat32}) {
+    std::vector<LinearPart> chosen;
+    for (const Part& part : parts) {
+      const Weight& weight = checked_weight(part.weight, input);
+      Buffer& target = state_->buffer(part.out);
+      require(target.width == weight.packed.n, "linear: the weight has " + std::to_string(weight.packed.n) +
+                                                   " rows, its output " + std::to_string(target.width) + " columns");
+      require(target.rows == input.rows, "linear: input and output must have the same kind of rows");
+      require(&target != &input, "linear: the output must not be the input");
+      if (weight.precision != precision) continue;
+      LinearPart lowered;
+      lowered.weight = &weight.packed;
+      lowered.bias = state_->vector(part.bias, target.width);
+      lowered.out = &target;
+      if (residual >= 0) {
+        lowered.residual = &state_->buffer(residual);
+        require_like(*lowered.residual, target);
+        require(lowered.residual != &input, "linear: the residual must not be the input");
+      }
+      chosen.push_back(lowered);
+    }
+    add_linear(input, precision, std::move(chosen));
+  }
+}
+
+void Program::gated_linear(int x, Part gate, Part up, int out, Activation act) {
+  require(!state_->finalized, "the program is final");
+  Buffer& input = state_->buffer(x);
+  Buffer& target = state_->buffer(out);
+  const Weight& gate_weight = checked_weight(gate.weight, input);
+  const Weight& up_weight = checked_weight(up.weight, input);
+  require(gate_weight.packed.n == target.width && up_weight.packed.n == target.width,
+          "gated_linear: both weights must have as many rows as the output has columns");
+  require(target.rows == input.rows && &target != &input, "gated_linear: bad output");
+  if (gate_weight.precision != up_weight.precision) {
+    // Two kinds of arithmetic: two plain layers and a product.
+    const int up_out = add_buffer(target.width, target.rows == RowKind::kLogits);
+    linear(x, {{gate.weight, gate.bias, out}, {up.weight, up.bias, up_out}}, -1);
+    act_mul(out, up_out, out, act);
+    return;
+  }
+  LinearPart part;
+  part.weight = &gate_weight.packed;
+  part.bias = state_->vector(gate.bias, target.width);
+  part.up = &up_weight.packed;
+  part.up_bias = state_->vector(up.bias, target.width);
+  part.act = act;
+  part.out = &target;
+  add_linear(input, gate_weight.precision, {part});
+}
+
+const Program::Weight& Program::checked_weight(int id, const Buffer& input) const {
+  require(id >= 0 && id < num_weights(), "weight id " + std::to_string(id) + " is out of range");
+  const Weight& weight = *weights_[static_cast<size_t>(id)];
+  require(weight.packed.k == input.width, "linear: the weight has " + std::to_string(weight.packed.k) +
+                                              " columns, its input " + std::to_string(input.width));
+  return weight;
+}
+
+void Program::add_linear(Buffer& input, ActPrecision precision, std::vector<LinearPart> parts) {
+  if (parts.empty()) return;
+  if (precision == ActPrecision::kInt8) state_->quantize(input);
+  for (const LinearPart& part : parts) state_->wrote(*part.out);
+  state_->stages.push_back(
+      {std::make_unique<LinearStage>(state_->kernels, num_threads(), &input, precision, std::move(parts)),
+       input.rows});
+}
+
+void Program::attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
+                        int64_t head_dim, float scale, int64_t window, float softcap, bool causal) {
+  require(!state_->finalized, "the program is final");
+  Buffer& query = state_->buffer(q);
+  Buffer& key = state_->buffer(k);
+  Buffer& value = state_->buffer(v);
+  Buffer& target = state_->buffer(out);
+  require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
+          "attention: num_heads must be a multiple of num_kv_heads");
+  require(head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0,
+          "attention: head_dim must be a multiple of 8, at most 512");
+  require(query.width == num_heads * head_dim && target.width == query.width,
+          "attention: q and out must have num_heads * head_dim columns");
+  require(key.width == num_kv_heads * head_dim && value.width == key.width,
+          "attention: k and v must have num_kv_heads * head_dim columns");
+  for (const Buffer* buffer : {&query, &key, &value, &target}) require_tokens(*buffer);
+  require(&target != &key && &target != &value && (&target != &query || causal),
+          "attention: the output must be a buffer of its own");
+  require(window >= 0 && softcap >= 0.0f, "attention: window and softcap must not be negative");
+  AttentionShape shape;
+  shape.num_heads = num_heads;
+  shape.num_kv_heads = num_kv_heads;
+  shape.head_dim = head_dim;
+  shape.window = window;
+  shape.causal = causal;
+  if (causal) {
+    require(layer >= 0 && layer < static_cast<int>(pool_.layers().size()), "attention: cache layer out of range");
+    const KvPool::Layer& cache = pool_.layers()[static_cast<size_t>(layer)];
+    require(cache.num_kv_heads == num_kv_heads && cache.layout.head_dim == head_dim,
+            "attention: the cache layer has another shape");
+    state_->has_causal_attention = true;
+    RowOp store = make(RowOp::Kind::kKvStore);
+    store.x = &key;
+    store.y = &value;
+    store.pool = &pool_;
+    store.layer = layer;
+    state_->chain(RowKind::kTokens).append(store);
+  } else {
+    require(window == 0, "attention: a window needs causal attention");
+    state_->has_full_attention = true;
+  }
+  state_->stages.push_back(
+      {std::make_unique<AttentionStage>(state_->kernels, shape, state_->shape_index(shape),
+                                        AttentionStage::Buffers{&query, &key, &value, &target}, scale, softcap,
+                                        &pool_, layer, &state_->scratch),
+       RowKind::kTokens});
+  state_->wrote(target);
+}
+
+}  // namespace tellin

@@ -1,0 +1,225 @@
+// Building a program: buffers, weights and their packing. Operations are lowered in lower.cpp.
+#include "tellin/program.h"
+
+#include <algorithm>
+#include <new>
+#include <stdexcept>
+#include <utility>
+
+#include "program_state.h"
+#include "require.h"
+
+namespace tellin {
+namespace {
+
+constexpr size_t kWeightAlignment = 64;
+constexpr int64_t kPackBytes = 256 << 10;  // of packed weights per task of pack_weight
+
+// Rows 64-byte aligned, and never a whole number of 4 KiB pages apart (their stores would alias).
+int64_t row_stride(int64_t width) {
+  const int64_t stride = (width + 15) / 16 * 16;
+  return stride % 1024 == 0 ? stride + 16 : stride;
+}
+
+const char* checked_isa(const LinearKernels* linear, const std::string& isa) {
+  require(linear != nullptr, "isa '" + isa + "' is unknown or cannot run on this machine");
+  return linear->isa;
+}
+
+struct BlockSize {
+  int64_t elements, bytes;
+};
+
+BlockSize block_size_of(QuantType type) {
+  switch (type) {
+    case QuantType::F32: return {1, 4};
+    case QuantType::F16:
+    case QuantType::BF16: return {1, 2};
+    case QuantType::Q4_0: return {32, 18};
+    case QuantType::Q4_1: return {32, 20};
+    case QuantType::Q5_0: return {32, 22};
+    case QuantType::Q5_1: return {32, 24};
+    case QuantType::Q8_0: return {32, 34};
+    case QuantType::Q2_K: return {256, 84};
+    case QuantType::Q3_K: return {256, 110};
+    case QuantType::Q4_K: return {256, 144};
+    case QuantType::Q5_K: return {256, 176};
+    case QuantType::Q6_K: return {256, 210};
+  }
+  throw std::invalid_argument("unknown tensor type " + std::to_string(static_cast<int>(type)));
+}
+
+bool is_float(QuantType type) {
+  return type == QuantType::F32 || type == QuantType::F16 || type == QuantType::BF16;
+}
+
+}  // namespace
+
+void check_tensor(const TensorView& tensor) {
+  const BlockSize block = block_size_of(tensor.type);
+  require(tensor.rows > 0 && tensor.columns > 0 && tensor.rows < (int64_t{1} << 40) / tensor.columns,
+          "tensor must have between 1 and 2^40 elements");
+  require(tensor.columns % block.elements == 0,
+          "rows of a tensor must be whole blocks of " + std::to_string(block.elements) + " values");
+  const int64_t needed = tensor.rows * (tensor.columns / block.elements) * block.bytes;
+  require(static_cast<int64_t>(tensor.num_bytes) == needed,
+          "tensor has " + std::to_string(tensor.num_bytes) + " bytes, its shape needs " + std::to_string(needed));
+}
+
+Program::Program(const Options& options)
+    : team_(options.num_threads), pool_(options.block_size, options.kv_dtype), state_(std::make_unique<State>()) {
+  const LinearKernels* linear = linear_kernels(options.isa.empty() ? nullptr : options.isa.c_str());
+  const char* isa = checked_isa(linear, options.isa);
+  state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa)};
+  require(state_->kernels.vector != nullptr && state_->kernels.attention != nullptr,
+          "isa '" + std::string(isa) + "' has no row kernels in this build");
+  state_->high_precision = options.high_precision;
+  require(options.num_threads >= 1 && options.num_threads <= ThreadTeam::kMaxThreads,
+          "num_threads must be between 1 and " + std::to_string(ThreadTeam::kMaxThreads));
+  state_->scratch = std::vector<AttentionScratch>(static_cast<size_t>(options.num_threads));
+}
+
+Program::~Program() = default;
+
+const char* Program::isa() const { return state_->kernels.linear->isa; }
+
+// ---- buffers and weights
+
+int Program::add_buffer(int64_t width, bool logit_rows) {
+  require(width > 0 && width < (int64_t{1} << 31), "buffer width must be between 1 and 2^31");
+  auto buffer = std::make_unique<Buffer>();
+  buffer->width = width;
+  buffer->stride = row_stride(width);
+  buffer->rows = logit_rows ? RowKind::kLogits : RowKind::kTokens;
+  state_->buffers.push_back(std::move(buffer));
+  return static_cast<int>(state_->buffers.size()) - 1;
+}
+
+int Program::add_weight(const TensorView& tensor) {
+  require(!state_->finalized, "the program is final");
+  check_tensor(tensor);
+  auto weight = std::make_unique<Weight>();
+  weight->source = tensor;
+  weight->precision =
+      state_->high_precision || is_float(tensor.type) ? ActPrecision::kFloat32 : ActPrecision::kInt8;
+  const LinearKernels& kernels = *state_->kernels.linear;
+  if (kernels.packed_group_bytes(tensor.type, tensor.columns, weight->precision) == 0) {
+    weight->precision = ActPrecision::kFloat32;
+  }
+  const size_t group_bytes = kernels.packed_group_bytes(tensor.type, tensor.columns, weight->precision);
+  require(group_bytes > 0, "no kernel for weights of type " + std::to_string(static_cast<int>(tensor.type)) +
+                               " with rows of " + std::to_string(tensor.columns) + " values");
+  const int64_t groups = (tensor.rows + kGroupRows - 1) / kGroupRows;
+  weight->packed = {tensor.type, kernels.layout_id(tensor.type, weight->precision), tensor.rows, tensor.columns,
+                    groups,      group_bytes,                                       nullptr};
+  weights_.push_back(std::move(weight));
+  return num_weights() - 1;
+}
+
+int Program::add_vector(const TensorView& tensor, float offset) {
+  check_tensor(tensor);
+  const int64_t count = tensor.rows * tensor.columns;
+  auto values = std::make_unique<std::vector<float>>(static_cast<size_t>(count));
+  for (int64_t row = 0; row < tensor.rows; ++row) {
+    state_->kernels.linear->dequantize_row(tensor.type, tensor.data, row, tensor.columns,
+                                           values->data() + row * tensor.columns);
+  }
+  if (offset != 0.0f) {
+    for (float& value : *values) value += offset;
+  }
+  state_->vectors.push_back(std::move(values));
+  return static_cast<int>(state_->vectors.size()) - 1;
+}
+
+int Program::add_kv_layer(int64_t num_kv_heads, int64_t head_dim) {
+  require(num_kv_heads > 0 && num_kv_heads <= 4096, "num_kv_heads must be between 1 and 4096");
+  require(head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0, "head_dim must be a multiple of 8, at most 512");
+  pool_.add_layer(num_kv_heads, head_dim);
+  return static_cast<int>(pool_.layers().size()) - 1;
+}
+
+int Program::add_rotary(std::vector<double> frequencies, float attention_factor) {
+  require(!frequencies.empty() && frequencies.size() <= 256, "a rotary table has 1 to 256 frequencies");
+  const int angles = add_buffer(2 * static_cast<int64_t>(frequencies.size()), /*logit_rows=*/false);
+  state_->rotaries.push_back({std::make_unique<std::vector<double>>(std::move(frequencies)), attention_factor,
+                              state_->buffers[static_cast<size_t>(angles)].get(), false});
+  return static_cast<int>(state_->rotaries.size()) - 1;
+}
+
+void Program::finalize(int output, int hidden, int64_t vocab_size) {
+  State& state = *state_;
+  require(!state.finalized, "the program is already final");
+  require(!state.stages.empty(), "the program has no operations");
+  require(vocab_size > 0, "vocab_size must be positive");
+  for (int id : {output, hidden}) {
+    if (id < 0) continue;
+    Buffer& buffer = state.buffer(id);
+    buffer.exported = true;
+    buffer.stride = buffer.width;
+  }
+  state.buffer(output);
+  output_ = output;
+  hidden_ = hidden;
+  state.vocab_size = vocab_size;
+
+  size_t total = 0;
+  for (const auto& weight : weights_) {
+    total += weight->packed.group_bytes * static_cast<size_t>(weight->packed.num_groups);
+    total = (total + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
+  }
+  arena_ = MappedMemory(total, /*huge_pages=*/true);
+  size_t offset = 0;
+  for (const auto& weight : weights_) {
+    weight->packed.data = arena_.data() + offset;
+    offset += weight->packed.group_bytes * static_cast<size_t>(weight->packed.num_groups);
+    offset = (offset + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
+  }
+  for (AttentionScratch& scratch : state.scratch) {
+    for (const AttentionShape& shape : state.shapes) scratch.reserve(shape);
+    if (!state.shapes.empty()) scratch.allocate();
+  }
+  state.stage_seconds.assign(state.stages.size(), 0.0);
+  state.finalized = true;
+}
+
+void Program::pack_weight(int id) {
+  require(state_->finalized, "finalize() the program before packing weights");
+  require(id >= 0 && id < num_weights(), "weight id " + std::to_string(id) + " is out of range");
+  Weight& weight = *weights_[static_cast<size_t>(id)];
+  if (weight.is_packed) return;
+  const LinearKernels& kernels = *state_->kernels.linear;
+  const PackedMatrix& packed = weight.packed;
+  uint8_t* target = arena_.data() + (packed.data - arena_.data());
+  const int64_t step = std::max<int64_t>(1, kPackBytes / static_cast<int64_t>(packed.group_bytes));
+  team_.parallel_for((packed.num_groups + step - 1) / step, [&](int64_t task, int) {
+    const int64_t begin = task * step;
+    const int64_t end = std::min(packed.num_groups, begin + step);
+    kernels.pack_groups(weight.source.type, weight.precision, weight.source.data, packed.n, packed.k, begin, end,
+                        target);
+  });
+  weight.is_packed = true;
+  weight.source.data = nullptr;
+}
+
+void Program::init_kv_cache(int64_t num_blocks) { pool_.allocate(num_blocks); }
+
+void Program::set_profile(bool enabled) {
+  state_->profiling = enabled;
+  if (enabled) std::fill(state_->stage_seconds.begin(), state_->stage_seconds.end(), 0.0);
+}
+
+std::map<std::string, double> Program::profile() const {
+  std::map<std::string, double> seconds;
+  for (size_t i = 0; i < state_->stages.size(); ++i) {
+    seconds[state_->stages[i].stage->kind()] += state_->stage_seconds[i];
+  }
+  return seconds;
+}
+
+std::vector<std::string> Program::listing() const {
+  std::vector<std::string> lines;
+  for (const auto& entry : state_->stages) lines.push_back(entry.stage->kind());
+  return lines;
+}
+
+}  // namespace tellin

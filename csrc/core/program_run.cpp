@@ -1,0 +1,244 @@
+// Running a program: checks of a step, its passes, and the job the thread team executes.
+#include <algorithm>
+#include <chrono>
+#include <new>
+
+#include "program_state.h"
+#include "require.h"
+
+namespace tellin {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Rows per pass: enough to hide the reading of the weights behind their use, few enough that the activations of
+// a layer stay in the last-level cache (512 rows x 2048 values x 4 bytes = 4 MiB per buffer).
+constexpr int64_t kPassRows = 512;
+
+double seconds_between(Clock::time_point a, Clock::time_point b) {
+  return std::chrono::duration<double>(b - a).count();
+}
+
+std::string row_text(const char* array, int64_t index, int64_t value) {
+  return std::string(array) + "[" + std::to_string(index) + "] is " + std::to_string(value);
+}
+
+// Grows a buffer's memory to `rows`. Old memory of exported buffers lives on in the caller's views.
+void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels) {
+  rows = std::max<int64_t>(rows, 1);
+  if (rows > buffer.capacity) {
+    const int64_t capacity = std::max(rows, std::min(2 * buffer.capacity, kPassRows));
+    const auto bytes = static_cast<size_t>(capacity * buffer.stride) * sizeof(float);
+    buffer.memory = std::make_shared<MappedMemory>(bytes, /*huge_pages=*/false);
+    if (buffer.quantized) {
+      const auto row_bytes = static_cast<int64_t>(kernels.quantized_row_bytes(buffer.width));
+      buffer.quantized_memory = MappedMemory(static_cast<size_t>(capacity * row_bytes), /*huge_pages=*/false);
+      buffer.int8_rows = {buffer.quantized_memory.data(), row_bytes};
+    }
+    buffer.capacity = capacity;
+  }
+  buffer.base = reinterpret_cast<float*>(buffer.memory->data());
+}
+
+}  // namespace
+
+void Program::check_step(const StepInput& in) const {
+  const State& state = *state_;
+  require(state.finalized, "finalize() the program before running it");
+  for (const auto& weight : weights_) require(weight->is_packed, "not all weights are packed");
+  require(in.num_requests >= 0 && in.num_tokens >= 0 && in.query_start_loc[0] == 0 &&
+              in.query_start_loc[in.num_requests] == in.num_tokens,
+          "query_start_loc must go from 0 to the number of tokens");
+  require(in.num_tokens < (int64_t{1} << 24) && in.num_logits < (int64_t{1} << 24), "more than 2^24 rows in a step");
+  for (int64_t t = 0; t < in.num_tokens; ++t) {
+    const int64_t limit = state.num_embeddings > 0 ? state.num_embeddings : INT32_MAX;
+    require(in.token_ids[t] >= 0 && in.token_ids[t] < limit,
+            row_text("token_ids", t, in.token_ids[t]) + "; valid ids are 0 to " + std::to_string(limit - 1));
+    const int64_t positions = state.num_positions >= 0 ? state.num_positions : INT32_MAX;
+    require(in.positions[t] >= 0 && in.positions[t] < positions,
+            row_text("positions", t, in.positions[t]) + "; valid positions are 0 to " + std::to_string(positions - 1));
+  }
+  for (int64_t i = 0; i < in.num_logits; ++i) {
+    require(in.logits_indices[i] >= 0 && in.logits_indices[i] < in.num_tokens,
+            row_text("logits_indices", i, in.logits_indices[i]) + "; the step has " + std::to_string(in.num_tokens) +
+                " rows");
+  }
+  for (int64_t r = 0; r < in.num_requests; ++r) {
+    const int64_t begin = in.query_start_loc[r], end = in.query_start_loc[r + 1];
+    require(begin <= end && end <= in.num_tokens, "query_start_loc must not decrease");
+    if (!state.has_causal_attention || begin == end) continue;
+    const int64_t length = in.seq_lens[r];
+    require(length >= end - begin, row_text("seq_lens", r, length) + ", less than the rows of the request");
+    for (int64_t t = begin; t < end; ++t) {
+      require(in.positions[t] == length - (end - t),
+              row_text("positions", t, in.positions[t]) + "; rows of a request must be its last positions, so " +
+                  std::to_string(length - (end - t)));
+    }
+    require(pool_.num_blocks() > 0, "no KV cache: call init_kv_cache() first");
+    const int64_t blocks = (length + pool_.block_size() - 1) / pool_.block_size();
+    require(blocks <= in.max_blocks, "block_table has " + std::to_string(in.max_blocks) + " columns; request " +
+                                         std::to_string(r) + " needs " + std::to_string(blocks));
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t block = in.block_table[r * in.max_blocks + b];
+      require(block >= 0 && block < pool_.num_blocks(),
+              row_text("block_table", r * in.max_blocks + b, block) + "; the cache has " +
+                  std::to_string(pool_.num_blocks()) + " blocks");
+    }
+  }
+}
+
+// One step, as the team sees it.
+class Program::Run final : public ThreadTeam::Job {
+ public:
+  Run(State& state, const StepInput& input, const KvPool& pool, int num_threads)
+      : state_(state), input_(input), pool_(pool), num_threads_(num_threads) {
+    cut_passes();
+    reserve_memory();
+    begin_pass();
+    last_time_ = Clock::now();
+  }
+
+  int64_t next_stage() noexcept override {
+    if (state_.profiling && current_ != nullptr) record();
+    for (;;) {
+      if (next_ == state_.stages.size()) {
+        if (++pass_ == num_passes_) return 0;
+        begin_pass();
+      }
+      const State::StageEntry& entry = state_.stages[next_++];
+      const int64_t tasks = entry.stage->prepare(*state_.passes[pass_]);
+      if (tasks == 0) continue;
+      current_ = entry.stage.get();
+      return tasks;
+    }
+  }
+
+  void run_task(int64_t task, int member) noexcept override { current_->run(task, member); }
+
+ private:
+  void record() {
+    const Clock::time_point now = Clock::now();
+    state_.stage_seconds[next_ - 1] += seconds_between(last_time_, now);
+    last_time_ = now;
+  }
+
+  Pass& new_pass(int64_t first_row) {
+    if (num_passes_ == state_.passes.size()) {
+      auto pass = std::make_unique<Pass>();
+      for (const AttentionShape& shape : state_.shapes) {
+        pass->schedules.push_back(std::make_unique<AttentionSchedule>(shape, num_threads_));
+      }
+      state_.passes.push_back(std::move(pass));
+    }
+    Pass& pass = *state_.passes[num_passes_++];
+    pass.first_row = first_row;
+    pass.num_tokens = pass.num_logits = 0;
+    pass.requests.clear();
+    pass.gathers.clear();
+    return pass;
+  }
+
+  void cut_passes() {
+    // Encoders see all of a request at once, so their requests are not cut.
+    const bool whole = state_.has_full_attention;
+    const int64_t limit = state_.logits_before_gather ? INT64_MAX : kPassRows;
+    Pass* pass = &new_pass(0);
+    for (int64_t r = 0; r < input_.num_requests; ++r) {
+      const int64_t end = input_.query_start_loc[r + 1];
+      for (int64_t at = input_.query_start_loc[r]; at < end;) {
+        const int64_t room = limit - pass->num_tokens;
+        const int64_t count = whole ? end - at : std::min(end - at, room);
+        if (count > room || count == 0) {
+          if (pass->num_tokens > 0) {
+            pass = &new_pass(at);
+            continue;
+          }
+        }
+        const int64_t begin = pass->num_tokens;
+        pass->requests.push_back(
+            {begin, begin + count, input_.positions[at], input_.block_table + r * input_.max_blocks});
+        pass->num_tokens += count;
+        at += count;
+      }
+    }
+    pass->num_logits = input_.num_logits;
+    fill_passes();
+  }
+
+  void fill_passes() {
+    if (state_.has_causal_attention) {
+      state_.slots.resize(static_cast<size_t>(input_.num_tokens));
+      for (int64_t r = 0; r < input_.num_requests; ++r) {
+        for (int64_t t = input_.query_start_loc[r]; t < input_.query_start_loc[r + 1]; ++t) {
+          const int64_t position = input_.positions[t];
+          const int64_t block = input_.block_table[r * input_.max_blocks + position / pool_.block_size()];
+          state_.slots[static_cast<size_t>(t)] = block * pool_.block_size() + position % pool_.block_size();
+        }
+      }
+    }
+    for (size_t p = 0; p < num_passes_; ++p) {
+      Pass& pass = *state_.passes[p];
+      pass.token_ids = input_.token_ids + pass.first_row;
+      pass.positions = input_.positions + pass.first_row;
+      pass.slots = state_.slots.data() + (state_.slots.empty() ? 0 : pass.first_row);
+      for (const auto& schedule : pass.schedules) schedule->build(pass.requests);
+    }
+    size_t p = 0;
+    for (int64_t i = 0; i < input_.num_logits; ++i) {
+      const int64_t token = input_.logits_indices[i];
+      const auto holds = [&](const Pass& pass) {
+        return token >= pass.first_row && token < pass.first_row + pass.num_tokens;
+      };
+      while (!holds(*state_.passes[p])) p = (p + 1) % num_passes_;
+      state_.passes[p]->gathers.push_back({token - state_.passes[p]->first_row, i});
+    }
+  }
+
+  void reserve_memory() {
+    int64_t widest = 0;
+    for (size_t p = 0; p < num_passes_; ++p) widest = std::max(widest, state_.passes[p]->num_tokens);
+    for (const auto& buffer : state_.buffers) {
+      const int64_t tokens = buffer->exported ? input_.num_tokens : widest;
+      reserve(*buffer, buffer->rows == RowKind::kTokens ? tokens : input_.num_logits, *state_.kernels.linear);
+    }
+  }
+
+  void begin_pass() {
+    next_ = 0;
+    for (const auto& buffer : state_.buffers) {
+      if (buffer->rows != RowKind::kTokens || !buffer->exported) continue;
+      buffer->base =
+          reinterpret_cast<float*>(buffer->memory->data()) + state_.passes[pass_]->first_row * buffer->stride;
+    }
+  }
+
+  State& state_;
+  const StepInput& input_;
+  const KvPool& pool_;
+  const int num_threads_;
+  size_t num_passes_ = 0;
+  size_t pass_ = 0;
+  size_t next_ = 0;
+  Stage* current_ = nullptr;
+  Clock::time_point last_time_;
+};
+
+void Program::forward(const StepInput& input) {
+  const Clock::time_point start = Clock::now();
+  check_step(input);
+  Run run(*state_, input, pool_, num_threads());
+  team_.run(run);
+  state_->num_tokens = input.num_tokens;
+  state_->num_logits = input.num_logits;
+  last_forward_s_ = seconds_between(start, Clock::now());
+}
+
+RowsView Program::view(int id) const {
+  require(id >= 0, "the plan has no such buffer");
+  const Buffer& buffer = state_->buffer(id);
+  require(buffer.memory != nullptr && state_->num_tokens >= 0, "no step has run yet");
+  const int64_t rows = buffer.rows == RowKind::kTokens ? state_->num_tokens : state_->num_logits;
+  return {buffer.memory, reinterpret_cast<float*>(buffer.memory->data()), rows, buffer.width};
+}
+
+}  // namespace tellin

@@ -1,0 +1,76 @@
+// What a Program is made of, shared by its builder (program.cpp) and its runner (program_run.cpp).
+#pragma once
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention_stage.h"
+#include "row_chain.h"
+#include "stage.h"
+#include "tellin/program.h"
+
+namespace tellin {
+
+void check_tensor(const TensorView& tensor);
+
+struct Program::Weight {
+  TensorView source;
+  ActPrecision precision;
+  PackedMatrix packed;
+  bool is_packed = false;
+};
+
+struct Program::State {
+  KernelTables kernels{};
+  bool high_precision = false;
+  bool finalized = false;
+  bool has_causal_attention = false;
+  bool has_full_attention = false;   // encoder: a request must be in one pass
+  bool logits_before_gather = false;  // a gather follows work on logit rows: stages cannot be reordered
+  int64_t vocab_size = 0;
+  int64_t num_embeddings = 0;   // least number of rows of any embedding table
+  int64_t num_positions = -1;   // least number of rows of any position table
+
+  std::vector<std::unique_ptr<Buffer>> buffers;  // of the plan, then internal ones
+  std::vector<std::unique_ptr<std::vector<float>>> vectors;
+  struct Rotary {
+    std::unique_ptr<std::vector<double>> frequencies;
+    float attention_factor;
+    Buffer* angles;  // [num_tokens, cosines then sines], filled before the first rope of a pass
+    bool computed = false;
+  };
+  std::vector<Rotary> rotaries;
+  std::vector<const Buffer*> int8_valid;  // buffers whose int8 rows match their values, while building
+
+  struct StageEntry {
+    std::unique_ptr<Stage> stage;
+    RowKind rows;
+  };
+  std::vector<StageEntry> stages;
+  std::vector<AttentionShape> shapes;
+  std::vector<AttentionScratch> scratch;  // per member
+
+  // Of the running step; kept between steps for their memory.
+  std::vector<int64_t> slots;
+  std::vector<std::unique_ptr<Pass>> passes;
+
+  int64_t num_tokens = -1;  // of the last step; -1 = none yet
+  int64_t num_logits = 0;
+
+  bool profiling = false;
+  std::vector<double> stage_seconds;
+
+  // Lowering. Each throws std::invalid_argument for operands that do not exist or do not fit.
+  Buffer& buffer(int id) const;
+  const float* vector(int id, int64_t width) const;  // nullptr for id -1
+  // Appends to the last stage if that is a chain over the same rows, else starts one.
+  RowChain& chain(RowKind rows);
+  void append(const RowOp& op, Buffer& target);
+  // Makes int8 rows of x: once per value of x, shared by its readers.
+  void quantize(Buffer& x);
+  void wrote(const Buffer& buffer);
+  size_t shape_index(const AttentionShape& shape);
+};
+
+}  // namespace tellin

@@ -1,0 +1,42 @@
+// Names of row and attention kernel variants to their tables. Whether this machine can run one is decided by
+// linear_kernels().
+#include <cstring>
+
+#include "tellin/vector_kernels.h"
+
+namespace tellin {
+
+const VectorKernels* vector_table_portable();
+const AttentionKernels* attention_table_portable();
+#ifdef TELLIN_HAVE_AVX2
+const VectorKernels* vector_table_avx2();
+const AttentionKernels* attention_table_avx2();
+#endif
+#ifdef TELLIN_HAVE_AVX512
+const VectorKernels* vector_table_avx512();
+const AttentionKernels* attention_table_avx512();
+#endif
+
+const VectorKernels* vector_kernels(const char* isa) {
+  if (std::strcmp(isa, "portable") == 0) return vector_table_portable();
+#ifdef TELLIN_HAVE_AVX2
+  if (std::strcmp(isa, "avx2") == 0) return vector_table_avx2();
+#endif
+#ifdef TELLIN_HAVE_AVX512
+  if (std::strcmp(isa, "avx512") == 0) return vector_table_avx512();
+#endif
+  return nullptr;
+}
+
+const AttentionKernels* attention_kernels(const char* isa) {
+  if (std::strcmp(isa, "portable") == 0) return attention_table_portable();
+#ifdef TELLIN_HAVE_AVX2
+  if (std::strcmp(isa, "avx2") == 0) return attention_table_avx2();
+#endif
+#ifdef TELLIN_HAVE_AVX512
+  if (std::strcmp(isa, "avx512") == 0) return attention_table_avx512();
+#endif
+  return nullptr;
+}
+
+}  // namespace tellin

@@ -1,0 +1,143 @@
+// A plan compiled for this machine: weights, buffers, KV cache and a list of stages, run in one call per step.
+//
+// Made once by add_* calls in plan order, then finalize(), then pack_weight() for every weight. After that only
+// forward() and the cache functions are called. Everything is checked here, before any thread starts; bad
+// arguments throw std::invalid_argument and leave the program as it was. Not thread-safe by itself: one caller
+// at a time (the binding holds a lock).
+#pragma once
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tellin/kv_pool.h"
+#include "tellin/linear.h"
+#include "tellin/mapped_memory.h"
+#include "tellin/thread_team.h"
+#include "tellin/vector_kernels.h"
+
+namespace tellin {
+
+struct Buffer;
+struct LinearPart;
+
+// Arrays of one step (see kernels/batch.py), owned by the caller.
+struct StepInput {
+  const int32_t* token_ids = nullptr;        // [num_tokens]
+  const int32_t* positions = nullptr;        // [num_tokens]
+  int64_t num_tokens = 0;
+  const int32_t* query_start_loc = nullptr;  // [num_requests + 1]
+  const int32_t* seq_lens = nullptr;         // [num_requests]
+  int64_t num_requests = 0;
+  const int32_t* block_table = nullptr;      // [num_requests, max_blocks]
+  int64_t max_blocks = 0;
+  const int32_t* logits_indices = nullptr;   // [num_logits]
+  int64_t num_logits = 0;
+};
+
+// A tensor as it lies in its file: rows of whole blocks. Must stay valid as long as the program for embeddings and
+// learned positions, until pack_weight() for the others.
+struct TensorView {
+  QuantType type;
+  const uint8_t* data;
+  size_t num_bytes;
+  int64_t rows, columns;
+};
+
+// Rows of an output buffer; the memory lives as long as someone holds it.
+struct RowsView {
+  std::shared_ptr<MappedMemory> memory;
+  float* data;
+  int64_t rows, width;
+};
+
+class Program {
+ public:
+  struct Options {
+    std::string isa;             // empty = the best this machine runs
+    int num_threads = 1;
+    int64_t block_size = 16;
+    KvDtype kv_dtype = KvDtype::kFloat16;
+    bool high_precision = false;  // float32 activations for quantised weights too
+  };
+  struct Part {
+    int weight;
+    int bias;  // vector id, -1 = none
+    int out;   // buffer id
+  };
+
+  explicit Program(const Options& options);
+  ~Program();
+
+  int add_buffer(int64_t width, bool logit_rows);
+  int add_weight(const TensorView& tensor);
+  int add_vector(const TensorView& tensor, float offset);  // float32 copy of a norm weight or bias
+  int add_kv_layer(int64_t num_kv_heads, int64_t head_dim);
+  int add_rotary(std::vector<double> frequencies, float attention_factor);
+
+  void embed(const TensorView& table, int out, float scale);
+  void rms_norm(int x, int weight, int out, float eps, int64_t group);
+  void layer_norm(int x, int weight, int bias, int out, float eps);
+  void linear(int x, const std::vector<Part>& parts, int residual);
+  void gated_linear(int x, Part gate, Part up, int out, Activation act);
+  void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved);
+  void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                 float scale, int64_t window, float softcap, bool causal);
+  void act_mul(int gate, int up, int out, Activation act);
+  void activation(int x, int out, Activation act);
+  void add(int x, int y, int out);
+  void add_bias(int x, int bias);
+  void add_position(int x, const TensorView& table);
+  void gather_rows(int x, int out);
+  void scale(int x, float factor);
+  void softcap(int x, float cap);
+  void finalize(int output, int hidden, int64_t vocab_size);
+
+  int num_weights() const { return static_cast<int>(weights_.size()); }
+  // Repacks one weight into the arena with the whole team; its file pages are not needed afterwards.
+  void pack_weight(int weight);
+
+  void init_kv_cache(int64_t num_blocks);
+  void free_kv_cache() { pool_.free(); }
+  void copy_kv_block(int64_t source, int64_t target) { pool_.copy_block(source, target); }
+  int64_t kv_bytes_per_block() const { return pool_.block_bytes(); }
+  int64_t num_kv_blocks() const { return pool_.num_blocks(); }
+
+  void forward(const StepInput& input);
+  RowsView output() const { return view(output_); }
+  RowsView hidden() const { return view(hidden_); }
+
+  const char* isa() const;
+  int num_threads() const { return team_.num_threads(); }
+  size_t weight_bytes() const { return arena_.size(); }
+  double last_forward_s() const { return last_forward_s_; }
+  ThreadTeam& team() { return team_; }
+
+  void set_profile(bool enabled);
+  // Seconds per kind of stage since profiling was switched on.
+  std::map<std::string, double> profile() const;
+  // One line per stage, in order.
+  std::vector<std::string> listing() const;
+
+ private:
+  struct Weight;
+  struct State;  // stages, buffers and what a step needs; internal types
+  class Run;
+
+  const Weight& checked_weight(int id, const Buffer& input) const;
+  void add_linear(Buffer& input, ActPrecision precision, std::vector<LinearPart> parts);
+  void check_step(const StepInput& input) const;
+  RowsView view(int buffer) const;
+
+  ThreadTeam team_;
+  KvPool pool_;
+  std::vector<std::unique_ptr<Weight>> weights_;
+  MappedMemory arena_;
+  std::unique_ptr<State> state_;
+  int output_ = -1;
+  int hidden_ = -1;
+  double last_forward_s_ = 0.0;
+};
+
+}  // namespace tellin

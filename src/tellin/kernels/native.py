@@ -1,0 +1,391 @@
+"""`NativeBackend`: compiles a plan into a native program and runs a step of it in one call.
+
+Owns the translation of plan operations into `_C.Program` calls, the packing of weights and the release
+of their file pages. It knows no requests and no scheduler. Inside a step there is no Python: the
+program walks its stages with its own threads, without the GIL (csrc/include/tellin/program.h).
+Promise 1 holds for every variant, thread count and cache type: a row's bits depend on its own tokens
+only.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tellin.exceptions import (
+    EngineError,
+    InvalidParameterError,
+    OutOfMemoryError,
+    UnsupportedModelError,
+)
+from tellin.kernels import _C
+from tellin.kernels.batch import StepBatch
+from tellin.kernels.cpu import default_num_threads
+from tellin.loading.tensors import TensorRef
+from tellin.models.plan import ir
+
+_KV_DTYPES = {"auto": "float16", "float16": "float16", "float32": "float32", "int8": "int8"}
+_NONE = -1
+
+
+class NativeBackend:
+    """Runs a `Plan` on this machine's CPU.
+
+    Args:
+        plan: what to compute. Embedding tables are read from its tensors during steps.
+        num_threads: size of the kernel team; None = what this process may use (`default_num_threads`).
+        isa: kernel variant (avx512, avx2, neon, portable); None = the best this machine runs.
+        activation_precision: ``default`` (int8 activations for quantised weights) or ``high`` (float32).
+        kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32`` or ``int8``.
+        block_size: tokens per cache block, a multiple of 16.
+
+    Raises:
+        InvalidParameterError: an argument has a bad value.
+        UnsupportedModelError: there is no kernel for one of the weights, or for a shape of the plan.
+        OutOfMemoryError: the packed weights do not fit.
+    """
+
+    def __init__(
+        self,
+        plan: ir.Plan,
+        *,
+        num_threads: int | None = None,
+        isa: str | None = None,
+        activation_precision: str = "default",
+        kv_cache_dtype: str = "auto",
+        block_size: int = 16,
+    ) -> None:
+        _check_choice("activation_precision", activation_precision, ("default", "high"))
+        _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_DTYPES))
+        threads = default_num_threads().num_threads if num_threads is None else num_threads
+        self.plan = plan
+        self.block_size = block_size
+        try:
+            program = _C.Program(
+                isa=isa or "",
+                num_threads=threads,
+                block_size=block_size,
+                kv_dtype=_KV_DTYPES[kv_cache_dtype],
+                high_precision=activation_precision == "high",
+            )
+        except ValueError as error:
+            raise InvalidParameterError(str(error)) from None
+        self._program: _C.Program | None = program
+        try:
+            _Compiler(program, plan).run()
+        except MemoryError as error:
+            raise OutOfMemoryError("the packed weights do not fit into memory") from error
+        self.info: dict[str, Any] = {
+            "backend": "native",
+            "isa": program.isa,
+            "num_threads": program.num_threads,
+            "weight_bytes": program.weight_bytes,
+            "kv_cache_dtype": _KV_DTYPES[kv_cache_dtype],
+            "activation_precision": activation_precision,
+        }
+
+    # ---- KV cache ----------------------------------------------------------------------------
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one block, keys and values of all layers together."""
+        return self._live().kv_bytes_per_block
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        """Reserve a cache of ``num_blocks`` blocks; memory is committed as blocks are used.
+
+        Raises:
+            OutOfMemoryError: the system refuses the address space.
+        """
+        try:
+            self._live().init_kv_cache(num_blocks)
+        except MemoryError as error:
+            size = num_blocks * self.kv_bytes_per_block()
+            raise OutOfMemoryError(
+                f"no memory for a KV cache of {num_blocks} blocks ({size} bytes); use fewer blocks"
+            ) from error
+
+    def free_kv_cache(self) -> None:
+        """Give the cache's memory back to the system."""
+        self._live().free_kv_cache()
+
+    def copy_kv_blocks(self, src_dst_pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy whole blocks, in the order given."""
+        program = self._live()
+        for source, target in src_dst_pairs:
+            program.copy_kv_block(source, target)
+
+    def close(self) -> None:
+        """Give all memory back; the backend cannot run afterwards. Views of results stay valid."""
+        self._program = None
+
+    # ---- a step ------------------------------------------------------------------------------
+
+    def forward(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+        """Run the plan: logits ``[num_logits, vocab_size]`` f32, or an encoder's hidden states.
+
+        The result is a view of native memory that the next call overwrites.
+
+        Raises:
+            ValueError, TypeError: an array has the wrong type or shape, or an index out of range;
+                nothing was computed.
+        """
+        return self._live().forward(
+            batch.token_ids,
+            batch.positions,
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.block_table,
+            batch.logits_indices,
+        )
+
+    def hidden(self) -> npt.NDArray[np.float32]:
+        """Final hidden states of the last step, rows as in `Plan.hidden`; a view as of `forward`."""
+        program = self._live()
+        try:
+            return program.hidden()
+        except ValueError as error:
+            raise EngineError(f"no hidden states: {error}") from None
+
+    @property
+    def last_forward_s(self) -> float:
+        """Seconds spent in the last `forward`, all of them native."""
+        return self._live().last_forward_s
+
+    def set_profile(self, enabled: bool) -> None:
+        """Start (from zero) or stop measuring the time of each kind of stage."""
+        self._live().set_profile(enabled)
+
+    def profile(self) -> dict[str, float]:
+        """Seconds by kind of stage since profiling began, largest first."""
+        seconds = self._live().profile()
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+    def listing(self) -> list[str]:
+        """The compiled stages in order, one line each."""
+        return self._live().listing()
+
+    def _live(self) -> _C.Program:
+        if self._program is None:
+            raise EngineError("the backend is closed; make a new one")
+        return self._program
+
+
+def _check_choice(parameter: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidParameterError(
+            f"{parameter} is {value!r}; choose one of {', '.join(choices)}",
+            parameter=parameter,
+            value=value,
+        )
+
+
+class _Compiler:
+    """Translates one plan into calls of a fresh program, then packs the weights."""
+
+    def __init__(self, program: _C.Program, plan: ir.Plan) -> None:
+        self.program = program
+        self.plan = plan
+        self.buffers: dict[int, int] = {}
+        self.weights: dict[tuple[int, tuple[int, ...], int], int] = {}
+        self.packed: list[tuple[int, TensorRef]] = []
+        self.vectors: dict[tuple[int, float], int] = {}
+        self.rotaries: dict[ir.RotaryTable, int] = {}
+
+    def run(self) -> None:
+        for buffer in self.plan.buffers:
+            logit_rows = buffer.rows is ir.Rows.LOGITS
+            self.buffers[buffer.id] = self.program.add_buffer(buffer.width, logit_rows)
+        for layer in self.plan.kv_layers:
+            self._call(None, self.program.add_kv_layer, layer.num_kv_heads, layer.head_dim)
+        for op in self.plan.ops:
+            _EMIT[type(op)](self, op)
+        hidden = _NONE if self.plan.hidden is None else self.buffers[self.plan.hidden.id]
+        self.program.finalize(self.buffers[self.plan.output.id], hidden, self.plan.vocab_size)
+        for weight, tensor in self.packed:
+            self.program.pack_weight(weight)
+            _release_pages(tensor)
+
+    def _call(self, op: ir.Op | None, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the program; what it refuses is a plan that this backend cannot run."""
+        try:
+            return function(*args)
+        except ValueError as error:
+            tensors = "" if op is None else ", ".join(t.name for t in op.weights)
+            where = "" if op is None else f"{type(op).__name__}({tensors}): "
+            raise UnsupportedModelError(f"{where}{error}") from None
+
+    # ---- operands ----------------------------------------------------------------------------
+
+    def _buffer(self, buffer: ir.Buffer) -> int:
+        return self.buffers[buffer.id]
+
+    def _weight(self, op: ir.Op, tensor: TensorRef) -> int:
+        # Tied matrices are two references to the same bytes: packed once.
+        key = (tensor.data.ctypes.data, tensor.shape, int(tensor.quant_type))
+        if key not in self.weights:
+            weight: int = self._call(op, self.program.add_weight, *_tensor(tensor))
+            self.weights[key] = weight
+            self.packed.append((weight, tensor))
+        return self.weights[key]
+
+    def _vector(self, op: ir.Op, tensor: TensorRef | None, offset: float = 0.0) -> int:
+        if tensor is None:
+            return _NONE
+        key = (id(tensor), offset)
+        if key not in self.vectors:
+            vector: int = self._call(op, self.program.add_vector, *_tensor(tensor), offset)
+            self.vectors[key] = vector
+        return self.vectors[key]
+
+    def _rotary(self, op: ir.Op, table: ir.RotaryTable) -> int:
+        if table not in self.rotaries:
+            rotary: int = self._call(
+                op, self.program.add_rotary, list(table.inv_freq), table.attention_factor
+            )
+            self.rotaries[table] = rotary
+        return self.rotaries[table]
+
+    # ---- operations --------------------------------------------------------------------------
+
+    def _embed(self, op: ir.Embed) -> None:
+        self._call(op, self.program.embed, *_tensor(op.weight), self._buffer(op.out), op.scale)
+
+    def _rms_norm(self, op: ir.RmsNorm) -> None:
+        weight = self._vector(op, op.weight, op.weight_offset)
+        self._call(
+            op,
+            self.program.rms_norm,
+            self._buffer(op.x),
+            weight,
+            self._buffer(op.out),
+            op.eps,
+            op.group or 0,
+        )
+
+    def _layer_norm(self, op: ir.LayerNorm) -> None:
+        weight, bias = self._vector(op, op.weight), self._vector(op, op.bias)
+        x, out = self._buffer(op.x), self._buffer(op.out)
+        self._call(op, self.program.layer_norm, x, weight, bias, out, op.eps)
+
+    def _linear(self, op: ir.Linear) -> None:
+        part = (self._weight(op, op.weight), self._vector(op, op.bias), self._buffer(op.out))
+        residual = _NONE if op.residual is None else self._buffer(op.residual)
+        self._call(op, self.program.linear, self._buffer(op.x), [part], residual)
+
+    def _multi_linear(self, op: ir.MultiLinear) -> None:
+        parts = [
+            (self._weight(op, weight), self._vector(op, bias), self._buffer(out))
+            for weight, bias, out in op.parts
+        ]
+        self._call(op, self.program.linear, self._buffer(op.x), parts, _NONE)
+
+    def _gated_linear(self, op: ir.GatedLinear) -> None:
+        out = self._buffer(op.out)
+        gate = (self._weight(op, op.gate), self._vector(op, op.gate_bias), out)
+        up = (self._weight(op, op.up), self._vector(op, op.up_bias), out)
+        self._call(op, self.program.gated_linear, self._buffer(op.x), gate, up, out, op.act)
+
+    def _rope(self, op: ir.Rope) -> None:
+        self._call(
+            op,
+            self.program.rope,
+            self._buffer(op.x),
+            self._rotary(op, op.table),
+            op.num_heads,
+            op.head_dim,
+            op.interleaved,
+        )
+
+    def _attention(self, op: ir.Attention) -> None:
+        self._call(
+            op,
+            self.program.attention,
+            self._buffer(op.q),
+            self._buffer(op.k),
+            self._buffer(op.v),
+            self._buffer(op.out),
+            op.layer,
+            op.num_heads,
+            op.num_kv_heads,
+            op.head_dim,
+            op.scale,
+            op.sliding_window or 0,
+            op.softcap or 0.0,
+            op.causal,
+        )
+
+    def _act_mul(self, op: ir.ActMul) -> None:
+        gate, up, out = self._buffer(op.gate), self._buffer(op.up), self._buffer(op.out)
+        self._call(op, self.program.act_mul, gate, up, out, op.act)
+
+    def _activation(self, op: ir.Activation) -> None:
+        self._call(op, self.program.activation, self._buffer(op.x), self._buffer(op.out), op.act)
+
+    def _add(self, op: ir.Add) -> None:
+        x, y, out = self._buffer(op.x), self._buffer(op.y), self._buffer(op.out)
+        self._call(op, self.program.add, x, y, out)
+
+    def _add_bias(self, op: ir.AddBias) -> None:
+        self._call(op, self.program.add_bias, self._buffer(op.x), self._vector(op, op.bias))
+
+    def _add_position(self, op: ir.AddPositionEmbedding) -> None:
+        self._call(op, self.program.add_position, self._buffer(op.x), *_tensor(op.weight))
+
+    def _gather_rows(self, op: ir.GatherRows) -> None:
+        self._call(op, self.program.gather_rows, self._buffer(op.x), self._buffer(op.out))
+
+    def _scale(self, op: ir.Scale) -> None:
+        self._call(op, self.program.scale, self._buffer(op.x), op.factor)
+
+    def _softcap(self, op: ir.Softcap) -> None:
+        self._call(op, self.program.softcap, self._buffer(op.x), op.cap)
+
+
+_EMIT: dict[type[ir.Op], Callable[[_Compiler, Any], None]] = {
+    ir.Embed: _Compiler._embed,
+    ir.RmsNorm: _Compiler._rms_norm,
+    ir.LayerNorm: _Compiler._layer_norm,
+    ir.Linear: _Compiler._linear,
+    ir.MultiLinear: _Compiler._multi_linear,
+    ir.GatedLinear: _Compiler._gated_linear,
+    ir.Rope: _Compiler._rope,
+    ir.Attention: _Compiler._attention,
+    ir.ActMul: _Compiler._act_mul,
+    ir.Activation: _Compiler._activation,
+    ir.Add: _Compiler._add,
+    ir.AddBias: _Compiler._add_bias,
+    ir.AddPositionEmbedding: _Compiler._add_position,
+    ir.GatherRows: _Compiler._gather_rows,
+    ir.Scale: _Compiler._scale,
+    ir.Softcap: _Compiler._softcap,
+}
+
+
+def _tensor(tensor: TensorRef) -> tuple[int, npt.NDArray[np.uint8], int, int]:
+    """Arguments that describe a tensor to the program: type, bytes, rows, columns."""
+    columns = tensor.shape[-1]
+    return int(tensor.quant_type), tensor.data, tensor.num_elements // columns, columns
+
+
+def _release_pages(tensor: TensorRef) -> None:
+    """Drop a packed tensor's pages from this process if they are those of a file.
+
+    Only a read-only `mmap` qualifies: discarding its pages loses nothing, they would be read again.
+    """
+    base: Any = tensor.data
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, memoryview):
+        base = base.obj
+    if not isinstance(base, mmap.mmap) or not memoryview(base).readonly:
+        return
+    first = np.frombuffer(base, dtype=np.uint8, count=1).ctypes.data
+    begin = tensor.data.ctypes.data - first
+    start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = (begin + tensor.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if hasattr(mmap, "MADV_DONTNEED") and stop > start:
+        base.madvise(mmap.MADV_DONTNEED, start, stop - start)
