@@ -1,5 +1,5 @@
-// Python API of the plan executor: arrays become pointers, the GIL is released, nothing else. Checks of values are
-// the program's; nanobind checks types, dimensions and contiguity.
+// Python API of the plan executor: arrays become pointers, the GIL is released, nothing else. Checks of
+// values are the program's; nanobind checks types, dimensions and contiguity.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
@@ -33,7 +33,9 @@ TensorView tensor_view(int type, const Bytes& data, int64_t rows, int64_t column
   return {static_cast<QuantType>(type), data.data(), data.shape(0), rows, columns};
 }
 
-Program::Part part(const PartTuple& ids) { return {std::get<0>(ids), std::get<1>(ids), std::get<2>(ids)}; }
+Program::Part part(const PartTuple& ids) {
+  return {std::get<0>(ids), std::get<1>(ids), std::get<2>(ids)};
+}
 
 Activation activation_named(const std::string& name) {
   if (name == "silu") return Activation::kSilu;
@@ -97,8 +99,8 @@ class BoundProgram {
     program.copy_kv_block(source, target);
   }
 
-  Rows forward(const Ints& token_ids, const Ints& positions, const Ints& query_start_loc, const Ints& seq_lens,
-               const Table& block_table, const Ints& logits_indices) {
+  Rows forward(const Ints& token_ids, const Ints& positions, const Ints& query_start_loc,
+               const Ints& seq_lens, const Table& block_table, const Ints& logits_indices) {
     StepInput input;
     input.token_ids = token_ids.data();
     input.positions = positions.data();
@@ -140,8 +142,8 @@ class BoundProgram {
   // A view; its memory lives as long as the array, even if the program lets go of it.
   static Rows to_numpy(const RowsView& view) {
     auto owner = std::make_unique<std::shared_ptr<MappedMemory>>(view.memory);
-    const nb::capsule capsule(owner.get(),
-                              [](void* p) noexcept { delete static_cast<std::shared_ptr<MappedMemory>*>(p); });
+    const nb::capsule capsule(
+        owner.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<MappedMemory>*>(p); });
     owner.release();
     return Rows(view.data, {static_cast<size_t>(view.rows), static_cast<size_t>(view.width)}, capsule);
   }
@@ -156,76 +158,104 @@ void bind_runtime(nb::module_& m) {
   nb::class_<BoundProgram>(m, "Program", "A plan compiled for this machine (csrc/include/tellin/program.h).")
       .def(nb::init<const std::string&, int, int64_t, const std::string&, bool>(), "isa"_a, "num_threads"_a,
            "block_size"_a, "kv_dtype"_a, "high_precision"_a)
-      .def("add_buffer",
-           [](BoundProgram& p, int64_t width, bool logit_rows) { return p.program.add_buffer(width, logit_rows); },
-           "width"_a, "logit_rows"_a)
+      .def(
+          "add_buffer",
+          [](BoundProgram& p, int64_t width, bool logit_rows) {
+            return p.program.add_buffer(width, logit_rows);
+          },
+          "width"_a, "logit_rows"_a)
       .def("add_weight", &BoundProgram::add_weight, "quant_type"_a, "data"_a, "rows"_a, "columns"_a)
-      .def("add_vector", &BoundProgram::add_vector, "quant_type"_a, "data"_a, "rows"_a, "columns"_a, "offset"_a)
-      .def("add_kv_layer",
-           [](BoundProgram& p, int64_t heads, int64_t head_dim) { return p.program.add_kv_layer(heads, head_dim); },
-           "num_kv_heads"_a, "head_dim"_a)
-      .def("add_rotary",
-           [](BoundProgram& p, std::vector<double> inv_freq, float factor) {
-             return p.program.add_rotary(std::move(inv_freq), factor);
-           },
-           "inv_freq"_a, "attention_factor"_a)
+      .def("add_vector", &BoundProgram::add_vector, "quant_type"_a, "data"_a, "rows"_a, "columns"_a,
+           "offset"_a)
+      .def(
+          "add_kv_layer",
+          [](BoundProgram& p, int64_t heads, int64_t head_dim) {
+            return p.program.add_kv_layer(heads, head_dim);
+          },
+          "num_kv_heads"_a, "head_dim"_a)
+      .def(
+          "add_rotary",
+          [](BoundProgram& p, std::vector<double> inv_freq, float factor) {
+            return p.program.add_rotary(std::move(inv_freq), factor);
+          },
+          "inv_freq"_a, "attention_factor"_a)
       .def("embed", &BoundProgram::embed, "quant_type"_a, "data"_a, "rows"_a, "columns"_a, "out"_a, "scale"_a)
-      .def("rms_norm",
-           [](BoundProgram& p, int x, int weight, int out, float eps, int64_t group) {
-             p.program.rms_norm(x, weight, out, eps, group);
-           },
-           "x"_a, "weight"_a, "out"_a, "eps"_a, "group"_a)
-      .def("layer_norm",
-           [](BoundProgram& p, int x, int weight, int bias, int out, float eps) {
-             p.program.layer_norm(x, weight, bias, out, eps);
-           },
-           "x"_a, "weight"_a, "bias"_a, "out"_a, "eps"_a)
-      .def("linear",
-           [](BoundProgram& p, int x, const std::vector<PartTuple>& parts, int residual) {
-             std::vector<Program::Part> list;
-             for (const PartTuple& ids : parts) list.push_back(part(ids));
-             p.program.linear(x, list, residual);
-           },
-           "x"_a, "parts"_a, "residual"_a)
-      .def("gated_linear",
-           [](BoundProgram& p, int x, const PartTuple& gate, const PartTuple& up, int out, const std::string& act) {
-             p.program.gated_linear(x, part(gate), part(up), out, activation_named(act));
-           },
-           "x"_a, "gate"_a, "up"_a, "out"_a, "act"_a)
-      .def("rope",
-           [](BoundProgram& p, int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved) {
-             p.program.rope(x, rotary, num_heads, head_dim, interleaved);
-           },
-           "x"_a, "rotary"_a, "num_heads"_a, "head_dim"_a, "interleaved"_a)
-      .def("attention",
-           [](BoundProgram& p, int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
-              int64_t head_dim, float scale, int64_t window, float softcap, bool causal) {
-             p.program.attention(q, k, v, out, layer, num_heads, num_kv_heads, head_dim, scale, window, softcap,
-                                 causal);
-           },
-           "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
-           "window"_a, "softcap"_a, "causal"_a)
-      .def("act_mul",
-           [](BoundProgram& p, int gate, int up, int out, const std::string& act) {
-             p.program.act_mul(gate, up, out, activation_named(act));
-           },
-           "gate"_a, "up"_a, "out"_a, "act"_a)
-      .def("activation",
-           [](BoundProgram& p, int x, int out, const std::string& act) {
-             p.program.activation(x, out, activation_named(act));
-           },
-           "x"_a, "out"_a, "act"_a)
-      .def("add", [](BoundProgram& p, int x, int y, int out) { p.program.add(x, y, out); }, "x"_a, "y"_a, "out"_a)
-      .def("add_bias", [](BoundProgram& p, int x, int bias) { p.program.add_bias(x, bias); }, "x"_a, "bias"_a)
-      .def("add_position", &BoundProgram::add_position, "x"_a, "quant_type"_a, "data"_a, "rows"_a, "columns"_a)
-      .def("gather_rows", [](BoundProgram& p, int x, int out) { p.program.gather_rows(x, out); }, "x"_a, "out"_a)
-      .def("scale", [](BoundProgram& p, int x, float factor) { p.program.scale(x, factor); }, "x"_a, "factor"_a)
-      .def("softcap", [](BoundProgram& p, int x, float cap) { p.program.softcap(x, cap); }, "x"_a, "cap"_a)
-      .def("finalize",
-           [](BoundProgram& p, int output, int hidden, int64_t vocab_size) {
-             p.program.finalize(output, hidden, vocab_size);
-           },
-           "output"_a, "hidden"_a, "vocab_size"_a)
+      .def(
+          "rms_norm",
+          [](BoundProgram& p, int x, int weight, int out, float eps, int64_t group) {
+            p.program.rms_norm(x, weight, out, eps, group);
+          },
+          "x"_a, "weight"_a, "out"_a, "eps"_a, "group"_a)
+      .def(
+          "layer_norm",
+          [](BoundProgram& p, int x, int weight, int bias, int out, float eps) {
+            p.program.layer_norm(x, weight, bias, out, eps);
+          },
+          "x"_a, "weight"_a, "bias"_a, "out"_a, "eps"_a)
+      .def(
+          "linear",
+          [](BoundProgram& p, int x, const std::vector<PartTuple>& parts, int residual) {
+            std::vector<Program::Part> list;
+            for (const PartTuple& ids : parts) list.push_back(part(ids));
+            p.program.linear(x, list, residual);
+          },
+          "x"_a, "parts"_a, "residual"_a)
+      .def(
+          "gated_linear",
+          [](BoundProgram& p, int x, const PartTuple& gate, const PartTuple& up, int out,
+             const std::string& act) {
+            p.program.gated_linear(x, part(gate), part(up), out, activation_named(act));
+          },
+          "x"_a, "gate"_a, "up"_a, "out"_a, "act"_a)
+      .def(
+          "rope",
+          [](BoundProgram& p, int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved) {
+            p.program.rope(x, rotary, num_heads, head_dim, interleaved);
+          },
+          "x"_a, "rotary"_a, "num_heads"_a, "head_dim"_a, "interleaved"_a)
+      .def(
+          "attention",
+          [](BoundProgram& p, int q, int k, int v, int out, int layer, int64_t num_heads,
+             int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window, float softcap,
+             bool causal) {
+            p.program.attention(q, k, v, out, layer, num_heads, num_kv_heads, head_dim, scale, window,
+                                softcap, causal);
+          },
+          "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
+          "window"_a, "softcap"_a, "causal"_a)
+      .def(
+          "act_mul",
+          [](BoundProgram& p, int gate, int up, int out, const std::string& act) {
+            p.program.act_mul(gate, up, out, activation_named(act));
+          },
+          "gate"_a, "up"_a, "out"_a, "act"_a)
+      .def(
+          "activation",
+          [](BoundProgram& p, int x, int out, const std::string& act) {
+            p.program.activation(x, out, activation_named(act));
+          },
+          "x"_a, "out"_a, "act"_a)
+      .def(
+          "add", [](BoundProgram& p, int x, int y, int out) { p.program.add(x, y, out); }, "x"_a, "y"_a,
+          "out"_a)
+      .def(
+          "add_bias", [](BoundProgram& p, int x, int bias) { p.program.add_bias(x, bias); }, "x"_a, "bias"_a)
+      .def("add_position", &BoundProgram::add_position, "x"_a, "quant_type"_a, "data"_a, "rows"_a,
+           "columns"_a)
+      .def(
+          "gather_rows", [](BoundProgram& p, int x, int out) { p.program.gather_rows(x, out); }, "x"_a,
+          "out"_a)
+      .def(
+          "scale", [](BoundProgram& p, int x, float factor) { p.program.scale(x, factor); }, "x"_a,
+          "factor"_a)
+      .def(
+          "softcap", [](BoundProgram& p, int x, float cap) { p.program.softcap(x, cap); }, "x"_a, "cap"_a)
+      .def(
+          "finalize",
+          [](BoundProgram& p, int output, int hidden, int64_t vocab_size) {
+            p.program.finalize(output, hidden, vocab_size);
+          },
+          "output"_a, "hidden"_a, "vocab_size"_a)
       .def("pack_weight", &BoundProgram::pack_weight, "weight"_a)
       .def("init_kv_cache", &BoundProgram::init_kv_cache, "num_blocks"_a)
       .def("free_kv_cache", &BoundProgram::free_kv_cache)
@@ -233,7 +263,8 @@ void bind_runtime(nb::module_& m) {
       .def("forward", &BoundProgram::forward, "token_ids"_a, "positions"_a, "query_start_loc"_a, "seq_lens"_a,
            "block_table"_a, "logits_indices"_a)
       .def("hidden", &BoundProgram::hidden)
-      .def("set_profile", [](BoundProgram& p, bool enabled) { p.program.set_profile(enabled); }, "enabled"_a)
+      .def(
+          "set_profile", [](BoundProgram& p, bool enabled) { p.program.set_profile(enabled); }, "enabled"_a)
       .def("profile", [](BoundProgram& p) { return p.program.profile(); })
       .def("listing", [](BoundProgram& p) { return p.program.listing(); })
       .def_prop_ro("kv_bytes_per_block", [](BoundProgram& p) { return p.program.kv_bytes_per_block(); })

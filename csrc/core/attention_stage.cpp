@@ -6,20 +6,26 @@
 namespace tellin {
 namespace {
 
-// Query rows per item: enough to use an expanded panel of keys and values (128 KiB at head_dim 64, in L2) many
-// times, few enough that a prompt of 512 tokens gives every core work.
+// Query rows per item: enough to use an expanded panel of keys and values (128 KiB at head_dim 64, in L2)
+// many times, few enough that a prompt of 512 tokens gives every core work.
 constexpr int64_t kTileRows = 96;
 // Up to this many rows the cache is read as it is; above, its tiles are expanded once to float32.
 constexpr int64_t kDirectRows = 16;
 // With fewer items per member than this the last ones would leave cores idle: split into partitions.
 constexpr int64_t kItemsPerMember = 8;
 
-int64_t divide_up(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
-size_t round_up64(size_t bytes) { return (bytes + 63) / 64 * 64; }
+int64_t divide_up(int64_t value, int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
+size_t round_up64(size_t bytes) {
+  return (bytes + 63) / 64 * 64;
+}
 
 }  // namespace
 
-int64_t AttentionShape::tile_tokens() const { return std::clamp<int64_t>(kTileRows / group(), 4, 64); }
+int64_t AttentionShape::tile_tokens() const {
+  return std::clamp<int64_t>(kTileRows / group(), 4, 64);
+}
 
 bool AttentionShape::operator==(const AttentionShape& other) const {
   return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim &&
@@ -58,7 +64,8 @@ void AttentionSchedule::build(const std::vector<RequestRows>& requests) {
     return a.partitions * a.num_tokens > b.partitions * b.num_tokens;
   });
   const int64_t heads = shape_.num_kv_heads;
-  const bool split = num_threads_ > 1 && static_cast<int64_t>(items_.size()) * heads < kItemsPerMember * num_threads_;
+  const bool split =
+      num_threads_ > 1 && static_cast<int64_t>(items_.size()) * heads < kItemsPerMember * num_threads_;
   int64_t num_states = 0, num_counters = 0;
   for (size_t i = 0; i < items_.size(); ++i) {
     Item& item = items_[i];
@@ -75,9 +82,11 @@ void AttentionSchedule::build(const std::vector<RequestRows>& requests) {
       for (int32_t p = 0; p < item.partitions; ++p) tasks_.push_back({index, head, p});
     }
   }
-  const auto state_bytes = static_cast<size_t>(num_states * shape_.tile_rows() * (shape_.head_dim + kStatePadding)) *
-                           sizeof(float);
-  if (state_bytes > states_.size()) states_ = MappedMemory(state_bytes + state_bytes / 2, /*huge_pages=*/false);
+  const auto state_bytes =
+      static_cast<size_t>(num_states * shape_.tile_rows() * (shape_.head_dim + kStatePadding)) *
+      sizeof(float);
+  if (state_bytes > states_.size())
+    states_ = MappedMemory(state_bytes + state_bytes / 2, /*huge_pages=*/false);
   if (num_counters > num_counters_) {
     num_counters_ = 2 * num_counters;
     counters_ = std::make_unique<std::atomic<int64_t>[]>(static_cast<size_t>(num_counters_));
@@ -116,7 +125,8 @@ void AttentionScratch::allocate() {
   const size_t state_bytes = round_up64(state_floats_ * sizeof(float));
   const size_t row_bytes = round_up64(rows_ * sizeof(int32_t));
   // Each array starts 64 bytes past a different multiple of a page, or their stores would alias.
-  memory_ = MappedMemory(q_bytes + score_bytes + 2 * state_bytes + panel_bytes_ + 2 * row_bytes + 8 * 64, false);
+  memory_ =
+      MappedMemory(q_bytes + score_bytes + 2 * state_bytes + panel_bytes_ + 2 * row_bytes + 8 * 64, false);
   uint8_t* at = memory_.data();
   const auto take = [&at](size_t bytes) {
     uint8_t* start = at;
@@ -135,8 +145,8 @@ void AttentionScratch::allocate() {
 // ---- stage
 
 AttentionStage::AttentionStage(const KernelTables& kernels, const AttentionShape& shape, size_t shape_index,
-                               const Buffers& buffers, float scale, float softcap, const KvPool* pool, int64_t layer,
-                               std::vector<AttentionScratch>* scratch)
+                               const Buffers& buffers, float scale, float softcap, const KvPool* pool,
+                               int64_t layer, std::vector<AttentionScratch>* scratch)
     : kernels_(kernels),
       shape_(shape),
       shape_index_(shape_index),
@@ -162,7 +172,8 @@ void AttentionStage::run(int64_t task_index, int member) noexcept {
   const int64_t stride = shape_.head_dim + kStatePadding;
   load_queries(item, task.kv_head, scratch);
   if (task.partition >= 0) {
-    attend(item, task.kv_head, task.partition, scratch, schedule_->states(item, task.kv_head, task.partition));
+    attend(item, task.kv_head, task.partition, scratch,
+           schedule_->states(item, task.kv_head, task.partition));
     if (!schedule_->report(item, task.kv_head)) return;
   }
   for (int64_t r = 0; r < rows; ++r) scratch.running[r * stride + shape_.head_dim + 1] = 0.0f;  // empty
@@ -244,7 +255,8 @@ void AttentionStage::attend(const Item& item, int64_t kv_head, int64_t partition
 // A tile made from rows of the step, for encoders.
 void AttentionStage::expand_rows(const Item& item, int64_t kv_head, int64_t partition, int64_t tile,
                                  uint8_t* out) const {
-  const int64_t first = item.request->begin + (item.first_partition + partition) * kPartition + tile * kTilePositions;
+  const int64_t first =
+      item.request->begin + (item.first_partition + partition) * kPartition + tile * kTilePositions;
   const int64_t last = std::min(first + kTilePositions, item.request->end);
   const int64_t column = kv_head * shape_.head_dim;
   for (int64_t row = first; row < last; ++row) {
@@ -259,7 +271,8 @@ void AttentionStage::write_out(const Item& item, int64_t kv_head, const float* r
   for (int64_t t = 0; t < item.num_tokens; ++t) {
     float* out = buffers_.out->row(item.first_token + t) + kv_head * group * shape_.head_dim;
     for (int64_t g = 0; g < group; ++g) {
-      kernels_.attention->finish(shape_.head_dim, running + (t * group + g) * stride, out + g * shape_.head_dim);
+      kernels_.attention->finish(shape_.head_dim, running + (t * group + g) * stride,
+                                 out + g * shape_.head_dim);
     }
   }
 }

@@ -1,7 +1,8 @@
-// Attention over the paged cache (or, for encoders, over the rows of the step): work lists and softmax states.
+// Attention over the paged cache (or, for encoders, over the rows of the step): work lists and softmax
+// states.
 //
-// Work is cut into (query tile, kv head) items, and when these are too few for the team also into partitions of
-// 256 positions. Either way a row's partitions are computed alone and folded in position order.
+// Work is cut into (query tile, kv head) items, and when these are too few for the team also into partitions
+// of 256 positions. Either way a row's partitions are computed alone and folded in position order.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -34,8 +35,8 @@ class AttentionSchedule {
     int64_t first_token, num_tokens;      // rows of the pass
     int64_t first_position;               // of first_token
     int64_t first_partition, partitions;  // that any of its rows sees
-    int64_t state;                        // first of partitions * num_kv_heads row groups in states, -1 = not split
-    int64_t counter;                      // first of num_kv_heads counters
+    int64_t state;    // first of partitions * num_kv_heads row groups in states, -1 = not split
+    int64_t counter;  // first of num_kv_heads counters
   };
   struct Task {
     int32_t item;
@@ -43,7 +44,8 @@ class AttentionSchedule {
     int32_t partition;  // -1 = all
   };
 
-  AttentionSchedule(const AttentionShape& shape, int num_threads) : shape_(shape), num_threads_(num_threads) {}
+  AttentionSchedule(const AttentionShape& shape, int num_threads)
+      : shape_(shape), num_threads_(num_threads) {}
   void build(const std::vector<RequestRows>& requests);
 
   const AttentionShape& shape() const { return shape_; }
@@ -71,13 +73,13 @@ class AttentionScratch {
   void reserve(const AttentionShape& shape);
   void allocate();
 
-  float* q = nullptr;         // [rows, head_dim]
-  float* scores = nullptr;    // [kScratchRows, kPartition]
-  float* states = nullptr;    // [rows, head_dim + kStatePadding]
-  float* running = nullptr;   // the same
-  uint8_t* panel = nullptr;   // kPartitionTiles expanded tiles
-  int32_t* begin = nullptr;   // [rows]
-  int32_t* end = nullptr;     // [rows]
+  float* q = nullptr;        // [rows, head_dim]
+  float* scores = nullptr;   // [kScratchRows, kPartition]
+  float* states = nullptr;   // [rows, head_dim + kStatePadding]
+  float* running = nullptr;  // the same
+  uint8_t* panel = nullptr;  // kPartitionTiles expanded tiles
+  int32_t* begin = nullptr;  // [rows]
+  int32_t* end = nullptr;    // [rows]
 
  private:
   size_t q_floats_ = 0, state_floats_ = 0, panel_bytes_ = 0, rows_ = 0;
@@ -93,8 +95,8 @@ class AttentionStage final : public Stage {
     const Buffer* out;
   };
   // layer: index into the pool's layers, ignored if the shape is not causal.
-  AttentionStage(const KernelTables& kernels, const AttentionShape& shape, size_t shape_index, const Buffers& buffers,
-                 float scale, float softcap, const KvPool* pool, int64_t layer,
+  AttentionStage(const KernelTables& kernels, const AttentionShape& shape, size_t shape_index,
+                 const Buffers& buffers, float scale, float softcap, const KvPool* pool, int64_t layer,
                  std::vector<AttentionScratch>* scratch);
 
   std::string kind() const override { return "attention"; }
@@ -104,7 +106,8 @@ class AttentionStage final : public Stage {
  private:
   using Item = AttentionSchedule::Item;
   void load_queries(const Item& item, int64_t kv_head, AttentionScratch& scratch) const;
-  void attend(const Item& item, int64_t kv_head, int64_t partition, AttentionScratch& scratch, float* states) const;
+  void attend(const Item& item, int64_t kv_head, int64_t partition, AttentionScratch& scratch,
+              float* states) const;
   void set_ranges(const Item& item, int64_t partition, AttentionScratch& scratch) const;
   void expand_rows(const Item& item, int64_t kv_head, int64_t partition, int64_t tile, uint8_t* out) const;
   void write_out(const Item& item, int64_t kv_head, const float* running) const;

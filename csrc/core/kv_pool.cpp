@@ -7,11 +7,14 @@
 namespace tellin {
 namespace {
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 KvLayout make_layout(KvDtype dtype, int64_t head_dim, bool scales) {
   const int64_t bytes = dtype == KvDtype::kFloat32 ? 4 : (dtype == KvDtype::kFloat16 ? 2 : 1);
-  const int64_t array_bytes = head_dim * kTilePositions * bytes;  // head_dim % 8 == 0: a multiple of 64 but for int8
+  const int64_t array_bytes =
+      head_dim * kTilePositions * bytes;  // head_dim % 8 == 0: a multiple of 64 but for int8
   KvLayout layout{dtype, head_dim, array_bytes, 0, 2 * array_bytes};
   if (scales) {
     layout.scale_offset = layout.tile_bytes;

@@ -10,16 +10,18 @@ namespace {
 constexpr int64_t kFewRows = 16;
 // Rows per tile of a large batch: their int8 activations (64 x 2048 = 128 KiB) stay in L2 beside the weights.
 constexpr int64_t kTileRows = 64;
-// Bytes of weights per task of a small batch: some 4 us of one core's memory bandwidth, against 0.1 us to take a
-// task.
+// Bytes of weights per task of a small batch: some 4 us of one core's memory bandwidth, against 0.1 us to
+// take a task.
 constexpr int64_t kTaskBytes = 64 << 10;
 
-int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+int64_t round_up(int64_t value, int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
 
 }  // namespace
 
-LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x, ActPrecision precision,
-                         std::vector<LinearPart> parts)
+LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x,
+                         ActPrecision precision, std::vector<LinearPart> parts)
     : kernels_(kernels), num_threads_(num_threads), x_(x), precision_(precision), parts_(std::move(parts)) {
   int64_t total_bytes = 0;
   bool needs_scratch = false;
@@ -72,7 +74,8 @@ void LinearStage::run(int64_t task, int member) noexcept {
   const int64_t column = chunk.begin * kGroupRows;
   const int64_t count = std::min(chunk.end * kGroupRows, part.weight->n) - column;
   const VectorKernels& k = *kernels_.vector;
-  float* scratch = scratch_.empty() ? nullptr : reinterpret_cast<float*>(scratch_[static_cast<size_t>(member)].data());
+  float* scratch =
+      scratch_.empty() ? nullptr : reinterpret_cast<float*>(scratch_[static_cast<size_t>(member)].data());
   // Kernels address the whole result: the origin of a tile in scratch lies before it.
   float* scratch_origin = scratch - m0 * count - column;
   if (part.up != nullptr) {

@@ -1,5 +1,5 @@
-// Linear layers of one input: tiles of tokens x output groups, each finished (bias, residual, gate) while it is
-// in cache.
+// Linear layers of one input: tiles of tokens x output groups, each finished (bias, residual, gate) while it
+// is in cache.
 #pragma once
 #include <vector>
 
@@ -32,7 +32,8 @@ class LinearStage final : public Stage {
     int32_t part;
     int32_t begin, end;  // groups
   };
-  void product(const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk, float* out, int64_t ldo) const;
+  void product(const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk, float* out,
+               int64_t ldo) const;
 
   const KernelTables kernels_;
   const int num_threads_;

@@ -1,5 +1,5 @@
-// Lowering of plan operations to stages: row operations join the running chain, linear layers and attention are
-// stages of their own.
+// Lowering of plan operations to stages: row operations join the running chain, linear layers and attention
+// are stages of their own.
 #include <algorithm>
 
 #include "linear_stage.h"
@@ -16,7 +16,8 @@ void require_like(const Buffer& a, const Buffer& b) {
 }
 
 void require_tokens(const Buffer& buffer) {
-  require(buffer.rows == RowKind::kTokens, "the operation needs positions: its operands must have token rows");
+  require(buffer.rows == RowKind::kTokens,
+          "the operation needs positions: its operands must have token rows");
 }
 
 RowOp make(RowOp::Kind kind) {
@@ -30,7 +31,8 @@ RowOp make(RowOp::Kind kind) {
 // ---- state
 
 Buffer& Program::State::buffer(int id) const {
-  require(id >= 0 && id < static_cast<int>(buffers.size()), "buffer id " + std::to_string(id) + " is out of range");
+  require(id >= 0 && id < static_cast<int>(buffers.size()),
+          "buffer id " + std::to_string(id) + " is out of range");
   return *buffers[static_cast<size_t>(id)];
 }
 
@@ -128,7 +130,8 @@ void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool 
   RowOp op = make(RowOp::Kind::kRope);
   op.x = &state_->buffer(x);
   require_tokens(*op.x);
-  require(rotary >= 0 && rotary < static_cast<int>(state_->rotaries.size()), "rotary table id is out of range");
+  require(rotary >= 0 && rotary < static_cast<int>(state_->rotaries.size()),
+          "rotary table id is out of range");
   State::Rotary& table = state_->rotaries[static_cast<size_t>(rotary)];
   require(num_heads > 0 && head_dim > 0 && num_heads * head_dim == op.x->width,
           "rope: the width must be num_heads * head_dim");
@@ -244,7 +247,8 @@ void Program::linear(int x, const std::vector<Part>& parts, int residual) {
       const Weight& weight = checked_weight(part.weight, input);
       Buffer& target = state_->buffer(part.out);
       require(target.width == weight.packed.n, "linear: the weight has " + std::to_string(weight.packed.n) +
-                                                   " rows, its output " + std::to_string(target.width) + " columns");
+                                                   " rows, its output " + std::to_string(target.width) +
+                                                   " columns");
       require(target.rows == input.rows, "linear: input and output must have the same kind of rows");
       require(&target != &input, "linear: the output must not be the input");
       if (weight.precision != precision) continue;
@@ -332,7 +336,8 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
   shape.window = window;
   shape.causal = causal;
   if (causal) {
-    require(layer >= 0 && layer < static_cast<int>(pool_.layers().size()), "attention: cache layer out of range");
+    require(layer >= 0 && layer < static_cast<int>(pool_.layers().size()),
+            "attention: cache layer out of range");
     const KvPool::Layer& cache = pool_.layers()[static_cast<size_t>(layer)];
     require(cache.num_kv_heads == num_kv_heads && cache.layout.head_dim == head_dim,
             "attention: the cache layer has another shape");
@@ -349,8 +354,8 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
   }
   state_->stages.push_back(
       {std::make_unique<AttentionStage>(state_->kernels, shape, state_->shape_index(shape),
-                                        AttentionStage::Buffers{&query, &key, &value, &target}, scale, softcap,
-                                        &pool_, layer, &state_->scratch),
+                                        AttentionStage::Buffers{&query, &key, &value, &target}, scale,
+                                        softcap, &pool_, layer, &state_->scratch),
        RowKind::kTokens});
   state_->wrote(target);
 }

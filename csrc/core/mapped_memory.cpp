@@ -17,7 +17,8 @@ MappedMemory::MappedMemory(size_t bytes, bool huge_pages) {
   if (bytes > SIZE_MAX - 2 * kHugePage) throw std::bad_alloc();
   const bool huge = huge_pages && bytes >= kHugePage;
   mapping_size_ = huge ? bytes + kHugePage : bytes;
-  mapping_ = mmap(nullptr, mapping_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  mapping_ = mmap(nullptr, mapping_size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
+                  -1, 0);
   if (mapping_ == MAP_FAILED) {
     mapping_ = nullptr;
     throw std::bad_alloc();

@@ -32,19 +32,31 @@ struct BlockSize {
 
 BlockSize block_size_of(QuantType type) {
   switch (type) {
-    case QuantType::F32: return {1, 4};
+    case QuantType::F32:
+      return {1, 4};
     case QuantType::F16:
-    case QuantType::BF16: return {1, 2};
-    case QuantType::Q4_0: return {32, 18};
-    case QuantType::Q4_1: return {32, 20};
-    case QuantType::Q5_0: return {32, 22};
-    case QuantType::Q5_1: return {32, 24};
-    case QuantType::Q8_0: return {32, 34};
-    case QuantType::Q2_K: return {256, 84};
-    case QuantType::Q3_K: return {256, 110};
-    case QuantType::Q4_K: return {256, 144};
-    case QuantType::Q5_K: return {256, 176};
-    case QuantType::Q6_K: return {256, 210};
+    case QuantType::BF16:
+      return {1, 2};
+    case QuantType::Q4_0:
+      return {32, 18};
+    case QuantType::Q4_1:
+      return {32, 20};
+    case QuantType::Q5_0:
+      return {32, 22};
+    case QuantType::Q5_1:
+      return {32, 24};
+    case QuantType::Q8_0:
+      return {32, 34};
+    case QuantType::Q2_K:
+      return {256, 84};
+    case QuantType::Q3_K:
+      return {256, 110};
+    case QuantType::Q4_K:
+      return {256, 144};
+    case QuantType::Q5_K:
+      return {256, 176};
+    case QuantType::Q6_K:
+      return {256, 210};
   }
   throw std::invalid_argument("unknown tensor type " + std::to_string(static_cast<int>(type)));
 }
@@ -62,12 +74,15 @@ void check_tensor(const TensorView& tensor) {
   require(tensor.columns % block.elements == 0,
           "rows of a tensor must be whole blocks of " + std::to_string(block.elements) + " values");
   const int64_t needed = tensor.rows * (tensor.columns / block.elements) * block.bytes;
-  require(static_cast<int64_t>(tensor.num_bytes) == needed,
-          "tensor has " + std::to_string(tensor.num_bytes) + " bytes, its shape needs " + std::to_string(needed));
+  require(
+      static_cast<int64_t>(tensor.num_bytes) == needed,
+      "tensor has " + std::to_string(tensor.num_bytes) + " bytes, its shape needs " + std::to_string(needed));
 }
 
 Program::Program(const Options& options)
-    : team_(options.num_threads), pool_(options.block_size, options.kv_dtype), state_(std::make_unique<State>()) {
+    : team_(options.num_threads),
+      pool_(options.block_size, options.kv_dtype),
+      state_(std::make_unique<State>()) {
   const LinearKernels* linear = linear_kernels(options.isa.empty() ? nullptr : options.isa.c_str());
   const char* isa = checked_isa(linear, options.isa);
   state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa)};
@@ -81,7 +96,9 @@ Program::Program(const Options& options)
 
 Program::~Program() = default;
 
-const char* Program::isa() const { return state_->kernels.linear->isa; }
+const char* Program::isa() const {
+  return state_->kernels.linear->isa;
+}
 
 // ---- buffers and weights
 
@@ -110,8 +127,10 @@ int Program::add_weight(const TensorView& tensor) {
   require(group_bytes > 0, "no kernel for weights of type " + std::to_string(static_cast<int>(tensor.type)) +
                                " with rows of " + std::to_string(tensor.columns) + " values");
   const int64_t groups = (tensor.rows + kGroupRows - 1) / kGroupRows;
-  weight->packed = {tensor.type, kernels.layout_id(tensor.type, weight->precision), tensor.rows, tensor.columns,
-                    groups,      group_bytes,                                       nullptr};
+  weight->packed = {tensor.type, kernels.layout_id(tensor.type, weight->precision),
+                    tensor.rows, tensor.columns,
+                    groups,      group_bytes,
+                    nullptr};
   weights_.push_back(std::move(weight));
   return num_weights() - 1;
 }
@@ -133,7 +152,8 @@ int Program::add_vector(const TensorView& tensor, float offset) {
 
 int Program::add_kv_layer(int64_t num_kv_heads, int64_t head_dim) {
   require(num_kv_heads > 0 && num_kv_heads <= 4096, "num_kv_heads must be between 1 and 4096");
-  require(head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0, "head_dim must be a multiple of 8, at most 512");
+  require(head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0,
+          "head_dim must be a multiple of 8, at most 512");
   pool_.add_layer(num_kv_heads, head_dim);
   return static_cast<int>(pool_.layers().size()) - 1;
 }
@@ -194,14 +214,16 @@ void Program::pack_weight(int id) {
   team_.parallel_for((packed.num_groups + step - 1) / step, [&](int64_t task, int) {
     const int64_t begin = task * step;
     const int64_t end = std::min(packed.num_groups, begin + step);
-    kernels.pack_groups(weight.source.type, weight.precision, weight.source.data, packed.n, packed.k, begin, end,
-                        target);
+    kernels.pack_groups(weight.source.type, weight.precision, weight.source.data, packed.n, packed.k, begin,
+                        end, target);
   });
   weight.is_packed = true;
   weight.source.data = nullptr;
 }
 
-void Program::init_kv_cache(int64_t num_blocks) { pool_.allocate(num_blocks); }
+void Program::init_kv_cache(int64_t num_blocks) {
+  pool_.allocate(num_blocks);
+}
 
 void Program::set_profile(bool enabled) {
   state_->profiling = enabled;

@@ -11,8 +11,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Rows per pass: enough to hide the reading of the weights behind their use, few enough that the activations of
-// a layer stay in the last-level cache (512 rows x 2048 values x 4 bytes = 4 MiB per buffer).
+// Rows per pass: enough to hide the reading of the weights behind their use, few enough that the activations
+// of a layer stay in the last-level cache (512 rows x 2048 values x 4 bytes = 4 MiB per buffer).
 constexpr int64_t kPassRows = 512;
 
 double seconds_between(Clock::time_point a, Clock::time_point b) {
@@ -49,19 +49,21 @@ void Program::check_step(const StepInput& in) const {
   require(in.num_requests >= 0 && in.num_tokens >= 0 && in.query_start_loc[0] == 0 &&
               in.query_start_loc[in.num_requests] == in.num_tokens,
           "query_start_loc must go from 0 to the number of tokens");
-  require(in.num_tokens < (int64_t{1} << 24) && in.num_logits < (int64_t{1} << 24), "more than 2^24 rows in a step");
+  require(in.num_tokens < (int64_t{1} << 24) && in.num_logits < (int64_t{1} << 24),
+          "more than 2^24 rows in a step");
   for (int64_t t = 0; t < in.num_tokens; ++t) {
     const int64_t limit = state.num_embeddings > 0 ? state.num_embeddings : INT32_MAX;
     require(in.token_ids[t] >= 0 && in.token_ids[t] < limit,
             row_text("token_ids", t, in.token_ids[t]) + "; valid ids are 0 to " + std::to_string(limit - 1));
     const int64_t positions = state.num_positions >= 0 ? state.num_positions : INT32_MAX;
-    require(in.positions[t] >= 0 && in.positions[t] < positions,
-            row_text("positions", t, in.positions[t]) + "; valid positions are 0 to " + std::to_string(positions - 1));
+    require(in.positions[t] >= 0 && in.positions[t] < positions, row_text("positions", t, in.positions[t]) +
+                                                                     "; valid positions are 0 to " +
+                                                                     std::to_string(positions - 1));
   }
   for (int64_t i = 0; i < in.num_logits; ++i) {
     require(in.logits_indices[i] >= 0 && in.logits_indices[i] < in.num_tokens,
-            row_text("logits_indices", i, in.logits_indices[i]) + "; the step has " + std::to_string(in.num_tokens) +
-                " rows");
+            row_text("logits_indices", i, in.logits_indices[i]) + "; the step has " +
+                std::to_string(in.num_tokens) + " rows");
   }
   for (int64_t r = 0; r < in.num_requests; ++r) {
     const int64_t begin = in.query_start_loc[r], end = in.query_start_loc[r + 1];
@@ -71,13 +73,14 @@ void Program::check_step(const StepInput& in) const {
     require(length >= end - begin, row_text("seq_lens", r, length) + ", less than the rows of the request");
     for (int64_t t = begin; t < end; ++t) {
       require(in.positions[t] == length - (end - t),
-              row_text("positions", t, in.positions[t]) + "; rows of a request must be its last positions, so " +
-                  std::to_string(length - (end - t)));
+              row_text("positions", t, in.positions[t]) +
+                  "; rows of a request must be its last positions, so " + std::to_string(length - (end - t)));
     }
     require(pool_.num_blocks() > 0, "no KV cache: call init_kv_cache() first");
     const int64_t blocks = (length + pool_.block_size() - 1) / pool_.block_size();
-    require(blocks <= in.max_blocks, "block_table has " + std::to_string(in.max_blocks) + " columns; request " +
-                                         std::to_string(r) + " needs " + std::to_string(blocks));
+    require(blocks <= in.max_blocks, "block_table has " + std::to_string(in.max_blocks) +
+                                         " columns; request " + std::to_string(r) + " needs " +
+                                         std::to_string(blocks));
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t block = in.block_table[r * in.max_blocks + b];
       require(block >= 0 && block < pool_.num_blocks(),

@@ -26,11 +26,11 @@ struct Program::State {
   bool high_precision = false;
   bool finalized = false;
   bool has_causal_attention = false;
-  bool has_full_attention = false;   // encoder: a request must be in one pass
+  bool has_full_attention = false;    // encoder: a request must be in one pass
   bool logits_before_gather = false;  // a gather follows work on logit rows: stages cannot be reordered
   int64_t vocab_size = 0;
-  int64_t num_embeddings = 0;   // least number of rows of any embedding table
-  int64_t num_positions = -1;   // least number of rows of any position table
+  int64_t num_embeddings = 0;  // least number of rows of any embedding table
+  int64_t num_positions = -1;  // least number of rows of any position table
 
   std::vector<std::unique_ptr<Buffer>> buffers;  // of the plan, then internal ones
   std::vector<std::unique_ptr<std::vector<float>>> vectors;

@@ -12,20 +12,34 @@ constexpr int64_t kValuesPerTask = 8192;
 
 const char* name(RowOp::Kind kind) {
   switch (kind) {
-    case RowOp::Kind::kEmbed: return "embed";
-    case RowOp::Kind::kRmsNorm: return "rms_norm";
-    case RowOp::Kind::kLayerNorm: return "layer_norm";
-    case RowOp::Kind::kAngles: return "angles";
-    case RowOp::Kind::kRope: return "rope";
-    case RowOp::Kind::kKvStore: return "kv_store";
-    case RowOp::Kind::kActMul: return "act_mul";
-    case RowOp::Kind::kActivation: return "activation";
-    case RowOp::Kind::kAdd: return "add";
-    case RowOp::Kind::kAddBias: return "add_bias";
-    case RowOp::Kind::kAddTable: return "add_position";
-    case RowOp::Kind::kScale: return "scale";
-    case RowOp::Kind::kSoftcap: return "softcap";
-    case RowOp::Kind::kQuantize: return "quantize";
+    case RowOp::Kind::kEmbed:
+      return "embed";
+    case RowOp::Kind::kRmsNorm:
+      return "rms_norm";
+    case RowOp::Kind::kLayerNorm:
+      return "layer_norm";
+    case RowOp::Kind::kAngles:
+      return "angles";
+    case RowOp::Kind::kRope:
+      return "rope";
+    case RowOp::Kind::kKvStore:
+      return "kv_store";
+    case RowOp::Kind::kActMul:
+      return "act_mul";
+    case RowOp::Kind::kActivation:
+      return "activation";
+    case RowOp::Kind::kAdd:
+      return "add";
+    case RowOp::Kind::kAddBias:
+      return "add_bias";
+    case RowOp::Kind::kAddTable:
+      return "add_position";
+    case RowOp::Kind::kScale:
+      return "scale";
+    case RowOp::Kind::kSoftcap:
+      return "softcap";
+    case RowOp::Kind::kQuantize:
+      return "quantize";
   }
   return "";
 }
@@ -42,7 +56,8 @@ std::string RowChain::kind() const {
   std::string text;
   for (const RowOp& op : ops_) {
     const std::string part = name(op.kind);
-    if (text.size() >= part.size() && text.compare(text.size() - part.size(), part.size(), part) == 0) continue;
+    if (text.size() >= part.size() && text.compare(text.size() - part.size(), part.size(), part) == 0)
+      continue;
     text += (text.empty() ? "" : "+") + part;
   }
   return text;
@@ -73,7 +88,8 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
     }
     case RowOp::Kind::kRmsNorm:
       for (int64_t i = 0; i < op.count; ++i) {
-        k.rms_norm(op.x->row(row) + i * op.group, op.weight, op.group, op.factor, op.out->row(row) + i * op.group);
+        k.rms_norm(op.x->row(row) + i * op.group, op.weight, op.group, op.factor,
+                   op.out->row(row) + i * op.group);
       }
       return;
     case RowOp::Kind::kLayerNorm:
@@ -98,19 +114,25 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       }
       return;
     }
-    case RowOp::Kind::kKvStore: return store_kv(op, row);
+    case RowOp::Kind::kKvStore:
+      return store_kv(op, row);
     case RowOp::Kind::kActMul:
       return k.act_mul(op.act, op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
-    case RowOp::Kind::kActivation: return k.activation(op.act, op.x->row(row), op.x->width, op.out->row(row));
-    case RowOp::Kind::kAdd: return k.add(op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
-    case RowOp::Kind::kAddBias: return k.add(op.x->row(row), op.bias, op.x->width, op.x->row(row));
+    case RowOp::Kind::kActivation:
+      return k.activation(op.act, op.x->row(row), op.x->width, op.out->row(row));
+    case RowOp::Kind::kAdd:
+      return k.add(op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
+    case RowOp::Kind::kAddBias:
+      return k.add(op.x->row(row), op.bias, op.x->width, op.x->row(row));
     case RowOp::Kind::kAddTable: {
       float* scratch = op.y->row(row);
       kernels_.linear->dequantize_row(op.table_type, op.table, pass_->positions[row], op.x->width, scratch);
       return k.add(op.x->row(row), scratch, op.x->width, op.x->row(row));
     }
-    case RowOp::Kind::kScale: return k.scale(op.x->row(row), op.factor, op.x->width, op.x->row(row));
-    case RowOp::Kind::kSoftcap: return k.softcap(op.x->row(row), op.factor, op.x->width, op.x->row(row));
+    case RowOp::Kind::kScale:
+      return k.scale(op.x->row(row), op.factor, op.x->width, op.x->row(row));
+    case RowOp::Kind::kSoftcap:
+      return k.softcap(op.x->row(row), op.factor, op.x->width, op.x->row(row));
     case RowOp::Kind::kQuantize:
       return kernels_.linear->quantize_row(op.x->row(row), op.x->width, row, op.x->int8_rows);
   }
@@ -123,8 +145,9 @@ void RowChain::store_kv(const RowOp& op, int64_t row) const {
   const int64_t offset = pass_->slots[row] % pool.block_size();
   const int64_t head_dim = layer.layout.head_dim;
   for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
-    kernels_.attention->kv_store(layer.layout, op.x->row(row) + head * head_dim, op.y->row(row) + head * head_dim,
-                                 offset % kTilePositions, pool.tile(layer, block, head, offset / kTilePositions));
+    kernels_.attention->kv_store(layer.layout, op.x->row(row) + head * head_dim,
+                                 op.y->row(row) + head * head_dim, offset % kTilePositions,
+                                 pool.tile(layer, block, head, offset / kTilePositions));
   }
 }
 
@@ -138,7 +161,8 @@ void GatherStage::run(int64_t task, int) noexcept {
   const size_t end = std::min(pass_->gathers.size(), begin + static_cast<size_t>(kRowsPerTask));
   for (size_t i = begin; i < end; ++i) {
     const Gather& gather = pass_->gathers[i];
-    std::memcpy(out_->row(gather.logit), x_->row(gather.token), static_cast<size_t>(x_->width) * sizeof(float));
+    std::memcpy(out_->row(gather.logit), x_->row(gather.token),
+                static_cast<size_t>(x_->width) * sizeof(float));
   }
 }
 

@@ -1,5 +1,5 @@
-// Operations that treat each row by itself, chained: a task takes a few rows through all of them while they are
-// in cache.
+// Operations that treat each row by itself, chained: a task takes a few rows through all of them while they
+// are in cache.
 #pragma once
 #include <memory>
 #include <vector>

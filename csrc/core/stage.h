@@ -45,8 +45,8 @@ struct Gather {
 
 class AttentionSchedule;
 
-// A step is run in passes of a bounded number of rows, so that activations stay in cache and memory stays small:
-// later passes see the KV cache of earlier ones. Logit rows are computed once, in the last pass.
+// A step is run in passes of a bounded number of rows, so that activations stay in cache and memory stays
+// small: later passes see the KV cache of earlier ones. Logit rows are computed once, in the last pass.
 struct Pass {
   int64_t first_row = 0;  // in the step
   int64_t num_tokens = 0;

@@ -26,9 +26,15 @@ constexpr uint64_t kCountShift = 20;
 constexpr uint64_t kStageShift = 40;
 constexpr uint64_t kFieldMask = (uint64_t{1} << 20) - 1;
 
-inline int64_t next_task(uint64_t ticket) { return static_cast<int64_t>(ticket & kFieldMask); }
-inline int64_t task_count(uint64_t ticket) { return static_cast<int64_t>((ticket >> kCountShift) & kFieldMask); }
-inline bool has_task(uint64_t ticket) { return next_task(ticket) < task_count(ticket); }
+inline int64_t next_task(uint64_t ticket) {
+  return static_cast<int64_t>(ticket & kFieldMask);
+}
+inline int64_t task_count(uint64_t ticket) {
+  return static_cast<int64_t>((ticket >> kCountShift) & kFieldMask);
+}
+inline bool has_task(uint64_t ticket) {
+  return next_task(ticket) < task_count(ticket);
+}
 inline uint64_t following_stage(uint64_t ticket, int64_t count) {
   return (((ticket >> kStageShift) + 1) << kStageShift) | (static_cast<uint64_t>(count) << kCountShift);
 }
@@ -64,8 +70,8 @@ class FlushDenormals {
 #endif
 };
 
-// A stage is a few to a few hundred microseconds. Spin for about one of the former, then let others onto the core
-// (a partner may be waiting for it), then sleep: a futex round trip costs 50 to 100 us.
+// A stage is a few to a few hundred microseconds. Spin for about one of the former, then let others onto the
+// core (a partner may be waiting for it), then sleep: a futex round trip costs 50 to 100 us.
 constexpr int kPauseSpins = 2000;
 constexpr auto kYieldTime = std::chrono::microseconds(200);
 
@@ -77,7 +83,9 @@ void futex_wake_all(std::atomic<uint32_t>* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
 }
 #else
-void futex_wait(std::atomic<uint32_t>*, uint32_t) { usleep(50); }
+void futex_wait(std::atomic<uint32_t>*, uint32_t) {
+  usleep(50);
+}
 void futex_wake_all(std::atomic<uint32_t>*) {}
 #endif
 
@@ -164,7 +172,8 @@ void ThreadTeam::work(int member) {
       if (finished > 0 && remaining_.fetch_sub(finished, std::memory_order_acq_rel) == finished) {
         advance(job, member);
       }
-    } else if (member == 0 ? job_over_.load(std::memory_order_acquire) : stop_.load(std::memory_order_acquire)) {
+    } else if (member == 0 ? job_over_.load(std::memory_order_acquire)
+                           : stop_.load(std::memory_order_acquire)) {
       return;
     } else {
       wait(member);
@@ -182,7 +191,8 @@ void ThreadTeam::advance(Job* job, int member) {
     if (count > 1) {
       remaining_.store(count, std::memory_order_relaxed);
       // Sequentially consistent with wait(): either we see the sleeper, or it sees the new ticket.
-      ticket_.store(following_stage(ticket_.load(std::memory_order_relaxed), count), std::memory_order_seq_cst);
+      ticket_.store(following_stage(ticket_.load(std::memory_order_relaxed), count),
+                    std::memory_order_seq_cst);
       wake_sleepers();
     } else {
       // From here on the caller may return and open the next job: touch nothing but the wake-up.

@@ -9,8 +9,8 @@ namespace tellin {
 const VectorKernels* vector_table_portable();
 const AttentionKernels* attention_table_portable();
 #ifdef TELLIN_HAVE_AVX2
-const VectorKernels* vector_table_avx2();
-const AttentionKernels* attention_table_avx2();
+const VectorKernels* vector_table_avx2() __attribute__((weak));
+const AttentionKernels* attention_table_avx2() __attribute__((weak));
 #endif
 #ifdef TELLIN_HAVE_AVX512
 const VectorKernels* vector_table_avx512();
@@ -20,7 +20,7 @@ const AttentionKernels* attention_table_avx512();
 const VectorKernels* vector_kernels(const char* isa) {
   if (std::strcmp(isa, "portable") == 0) return vector_table_portable();
 #ifdef TELLIN_HAVE_AVX2
-  if (std::strcmp(isa, "avx2") == 0) return vector_table_avx2();
+  if (std::strcmp(isa, "avx2") == 0) return vector_table_avx2 ? vector_table_avx2() : nullptr;
 #endif
 #ifdef TELLIN_HAVE_AVX512
   if (std::strcmp(isa, "avx512") == 0) return vector_table_avx512();
@@ -31,7 +31,7 @@ const VectorKernels* vector_kernels(const char* isa) {
 const AttentionKernels* attention_kernels(const char* isa) {
   if (std::strcmp(isa, "portable") == 0) return attention_table_portable();
 #ifdef TELLIN_HAVE_AVX2
-  if (std::strcmp(isa, "avx2") == 0) return attention_table_avx2();
+  if (std::strcmp(isa, "avx2") == 0) return attention_table_avx2 ? attention_table_avx2() : nullptr;
 #endif
 #ifdef TELLIN_HAVE_AVX512
   if (std::strcmp(isa, "avx512") == 0) return attention_table_avx512();

@@ -1,7 +1,8 @@
 // The paged KV cache of all layers: one lazily committed region of blocks.
 //
-// A block holds block_size consecutive positions of every layer: [layer][kv_head][tile][K then V], a tile being 16
-// positions (vector_kernels.h). Blocks are whole units in memory, so copying or abandoning one touches one range.
+// A block holds block_size consecutive positions of every layer: [layer][kv_head][tile][K then V], a tile
+// being 16 positions (vector_kernels.h). Blocks are whole units in memory, so copying or abandoning one
+// touches one range.
 #pragma once
 #include <cstdint>
 #include <vector>

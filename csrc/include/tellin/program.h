@@ -1,9 +1,10 @@
-// A plan compiled for this machine: weights, buffers, KV cache and a list of stages, run in one call per step.
+// A plan compiled for this machine: weights, buffers, KV cache and a list of stages, run in one call per
+// step.
 //
-// Made once by add_* calls in plan order, then finalize(), then pack_weight() for every weight. After that only
-// forward() and the cache functions are called. Everything is checked here, before any thread starts; bad
-// arguments throw std::invalid_argument and leave the program as it was. Not thread-safe by itself: one caller
-// at a time (the binding holds a lock).
+// Made once by add_* calls in plan order, then finalize(), then pack_weight() for every weight. After that
+// only forward() and the cache functions are called. Everything is checked here, before any thread starts;
+// bad arguments throw std::invalid_argument and leave the program as it was. Not thread-safe by itself: one
+// caller at a time (the binding holds a lock).
 #pragma once
 #include <cstdint>
 #include <map>
@@ -24,20 +25,20 @@ struct LinearPart;
 
 // Arrays of one step (see kernels/batch.py), owned by the caller.
 struct StepInput {
-  const int32_t* token_ids = nullptr;        // [num_tokens]
-  const int32_t* positions = nullptr;        // [num_tokens]
+  const int32_t* token_ids = nullptr;  // [num_tokens]
+  const int32_t* positions = nullptr;  // [num_tokens]
   int64_t num_tokens = 0;
   const int32_t* query_start_loc = nullptr;  // [num_requests + 1]
   const int32_t* seq_lens = nullptr;         // [num_requests]
   int64_t num_requests = 0;
-  const int32_t* block_table = nullptr;      // [num_requests, max_blocks]
+  const int32_t* block_table = nullptr;  // [num_requests, max_blocks]
   int64_t max_blocks = 0;
-  const int32_t* logits_indices = nullptr;   // [num_logits]
+  const int32_t* logits_indices = nullptr;  // [num_logits]
   int64_t num_logits = 0;
 };
 
-// A tensor as it lies in its file: rows of whole blocks. Must stay valid as long as the program for embeddings and
-// learned positions, until pack_weight() for the others.
+// A tensor as it lies in its file: rows of whole blocks. Must stay valid as long as the program for
+// embeddings and learned positions, until pack_weight() for the others.
 struct TensorView {
   QuantType type;
   const uint8_t* data;
@@ -55,7 +56,7 @@ struct RowsView {
 class Program {
  public:
   struct Options {
-    std::string isa;             // empty = the best this machine runs
+    std::string isa;  // empty = the best this machine runs
     int num_threads = 1;
     int64_t block_size = 16;
     KvDtype kv_dtype = KvDtype::kFloat16;
@@ -82,8 +83,8 @@ class Program {
   void linear(int x, const std::vector<Part>& parts, int residual);
   void gated_linear(int x, Part gate, Part up, int out, Activation act);
   void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved);
-  void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-                 float scale, int64_t window, float softcap, bool causal);
+  void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
+                 int64_t head_dim, float scale, int64_t window, float softcap, bool causal);
   void act_mul(int gate, int up, int out, Activation act);
   void activation(int x, int out, Activation act);
   void add(int x, int y, int out);

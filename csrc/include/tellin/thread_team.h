@@ -1,9 +1,9 @@
 // A persistent team of threads that runs jobs: sequences of stages, each a number of tasks.
 //
-// The caller of run() is member 0; helpers start with the first job and sleep when there is nothing to do. Tasks of
-// a stage are handed out one by one through one atomic word. A stage ends when its tasks are done, not when all
-// members have arrived: a member that the system has taken off its core delays the others only while it holds
-// a task. The member that finishes the last task picks the next stage.
+// The caller of run() is member 0; helpers start with the first job and sleep when there is nothing to do.
+// Tasks of a stage are handed out one by one through one atomic word. A stage ends when its tasks are done,
+// not when all members have arrived: a member that the system has taken off its core delays the others only
+// while it holds a task. The member that finishes the last task picks the next stage.
 //
 // Invariant: whoever holds a ticket with next < count keeps the stage open, so job data is stable for it.
 #pragma once
@@ -22,8 +22,9 @@ class ThreadTeam {
   class Job {
    public:
     virtual ~Job() = default;
-    // Opens the next stage and gives its number of tasks (at most kMaxTasks), 0 when the job is over. Called by one
-    // member at a time, after all tasks of the previous stage. A stage of one task is run by the same member.
+    // Opens the next stage and gives its number of tasks (at most kMaxTasks), 0 when the job is over. Called
+    // by one member at a time, after all tasks of the previous stage. A stage of one task is run by the same
+    // member.
     virtual int64_t next_stage() noexcept = 0;
     virtual void run_task(int64_t task, int member) noexcept = 0;
   };

@@ -1,7 +1,8 @@
-// Row and attention kernels: the border between the plan executor and everything that is not a matrix product.
+// Row and attention kernels: the border between the plan executor and everything that is not a matrix
+// product.
 //
-// Kernels do not allocate, do not throw and know no threads. Each value is one fixed sequence of floating-point
-// operations: it depends on its row, never on how rows were grouped into calls.
+// Kernels do not allocate, do not throw and know no threads. Each value is one fixed sequence of
+// floating-point operations: it depends on its row, never on how rows were grouped into calls.
 //
 // PODs only: included by every instruction-set unit (see linear.h).
 #pragma once
@@ -22,7 +23,8 @@ struct VectorKernels {
 
   // All rows are contiguous float32 [n]. `out` may be an input.
   void (*rms_norm)(const float* x, const float* weight, int64_t n, float eps, float* out);
-  void (*layer_norm)(const float* x, const float* weight, const float* bias, int64_t n, float eps, float* out);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, int64_t n, float eps,
+                     float* out);
   void (*add)(const float* x, const float* y, int64_t n, float* out);
   void (*scale)(const float* x, float factor, int64_t n, float* out);
   void (*softcap)(const float* x, float cap, int64_t n, float* out);
@@ -32,8 +34,8 @@ struct VectorKernels {
   void (*rope)(float* head, const float* cos, const float* sin, int64_t half, bool interleaved);
 };
 
-// One tile of the KV cache: 16 consecutive positions of one kv head, K as [head_dim][16], V as [16][head_dim];
-// tiles made from int8 end with the scales of K [16] and of V [16], float32.
+// One tile of the KV cache: 16 consecutive positions of one kv head, K as [head_dim][16], V as
+// [16][head_dim]; tiles made from int8 end with the scales of K [16] and of V [16], float32.
 struct KvLayout {
   KvDtype dtype;
   int64_t head_dim;      // a multiple of 8, at most 512
@@ -44,11 +46,12 @@ struct KvLayout {
 
 // Query rows that attend to one partition of one kv head. Rows are ordered by query position.
 struct AttentionRows {
-  const float* q;         // [num_rows, head_dim], already multiplied by the attention scale
+  const float* q;  // [num_rows, head_dim], already multiplied by the attention scale
   int64_t num_rows;
-  const int32_t* begin;   // [num_rows] visible positions [begin, end), relative to the partition: 0 <= begin, end
-  const int32_t* end;     //            <= kPartition; begin >= end: the row sees nothing here
-  float softcap;          // 0 = none
+  const int32_t*
+      begin;  // [num_rows] visible positions [begin, end), relative to the partition: 0 <= begin, end
+  const int32_t* end;  //            <= kPartition; begin >= end: the row sees nothing here
+  float softcap;       // 0 = none
 };
 
 // Softmax state of one row: acc[head_dim] (not normalised), then the running maximum and sum.
@@ -64,8 +67,8 @@ struct AttentionKernels {
   // Attention over one partition: states[num_rows] of stride head_dim + kStatePadding are overwritten.
   // tiles[kPartitionTiles]: those that hold no visible position are not read and may be null.
   // scratch: kScratchRows * kPartition floats.
-  void (*attend)(const KvLayout& layout, const uint8_t* const* tiles, const AttentionRows& rows, float* scratch,
-                 float* states);
+  void (*attend)(const KvLayout& layout, const uint8_t* const* tiles, const AttentionRows& rows,
+                 float* scratch, float* states);
   // Merges the states of the next partition into the running states (sum 0 = empty).
   void (*fold)(int64_t num_rows, int64_t head_dim, const float* states, float* running);
   // out[head_dim] = acc / sum (zeros if the state is empty).

@@ -4,8 +4,8 @@
 //   scores  s[r][j] = sum over d, in order, of q[r][d] * k[d][j]      lanes = positions, q broadcast
 //   softmax m[r] = max s, p[r][j] = exp(s - m), l[r] = sum p          16 running sums, folded by a fixed tree
 //   values  acc[r][d] = sum over j, in order, of p[r][j] * v[j][d]    lanes = head_dim, p broadcast
-// The loops over d and j are single chains, so blocking rows, tiles or columns cannot change a bit. Positions a
-// row does not see take no part in its values: they may hold anything.
+// The loops over d and j are single chains, so blocking rows, tiles or columns cannot change a bit. Positions
+// a row does not see take no part in its values: they may hold anything.
 #pragma once
 
 #include "tellin/vector_kernels.h"
@@ -14,18 +14,22 @@
 namespace {
 
 using tellin::AttentionRows;
-using tellin::KvDtype;
-using tellin::KvLayout;
 using tellin::kPartition;
 using tellin::kPartitionTiles;
 using tellin::kStatePadding;
 using tellin::kTilePositions;
+using tellin::KvDtype;
+using tellin::KvLayout;
 
 constexpr int kTileVectors = static_cast<int>(kTilePositions) / Simd::kWidth;
 constexpr float kMinusInfinity = -__builtin_inff();
 
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t smaller(int64_t a, int64_t b) {
+  return a < b ? a : b;
+}
+inline int64_t larger(int64_t a, int64_t b) {
+  return a > b ? a : b;
+}
 
 // How one storage type is read: a vector of values from element index i of a K or V array.
 struct ReadFloat32 {
@@ -82,9 +86,10 @@ void score_rows(const KvLayout& layout, const uint8_t* const* tiles, int64_t til
   for (; t < tile_end; ++t) score_tiles<Read, R, 1>(layout, tiles + t, q, scores + t * kTilePositions);
 }
 
-// Turns the scores of one row into weights, in place, and gives their maximum and sum. Lanes of the tiles touched
-// by [begin, end) that lie outside it become 0.
-inline void softmax_row(float* scores, int64_t begin, int64_t end, float softcap, float* maximum, float* total) {
+// Turns the scores of one row into weights, in place, and gives their maximum and sum. Lanes of the tiles
+// touched by [begin, end) that lie outside it become 0.
+inline void softmax_row(float* scores, int64_t begin, int64_t end, float softcap, float* maximum,
+                        float* total) {
   const int64_t first = begin / kTilePositions * kTilePositions;
   const int64_t last = (end + kTilePositions - 1) / kTilePositions * kTilePositions;
   if (softcap > 0.0f) {
@@ -154,13 +159,15 @@ inline void value_columns(const KvLayout& layout, const uint8_t* const* tiles, i
   }
 }
 
-// head_dim is a multiple of 8: with 16 lanes the last half vector goes value by value, through the same chain.
+// head_dim is a multiple of 8: with 16 lanes the last half vector goes value by value, through the same
+// chain.
 template <class Read, int R>
 void value_rows(const KvLayout& layout, const uint8_t* const* tiles, int64_t begin, int64_t end,
                 const float* weights, float* acc, int64_t acc_stride) {
   if (begin >= end) return;
-  constexpr int kC = R * Simd::kAttendCols * 2 <= Simd::kAttendRows * Simd::kAttendCols ? 2 * Simd::kAttendCols
-                                                                                       : Simd::kAttendCols;
+  constexpr int kC = R * Simd::kAttendCols * 2 <= Simd::kAttendRows * Simd::kAttendCols
+                         ? 2 * Simd::kAttendCols
+                         : Simd::kAttendCols;
   int64_t column = 0;
   for (; column + kC * Simd::kWidth <= layout.head_dim; column += kC * Simd::kWidth) {
     value_columns<Read, R, kC>(layout, tiles, begin, end, weights, column, acc, acc_stride);
@@ -169,8 +176,9 @@ void value_rows(const KvLayout& layout, const uint8_t* const* tiles, int64_t beg
     value_columns<Read, R, 1>(layout, tiles, begin, end, weights, column, acc, acc_stride);
   }
   if (column < layout.head_dim) {
-    // The last half vector: step back so that the vector ends with the row. Its first half was finished above;
-    // the states are padded, so a temporary row is not needed: compute into a copy and keep the new half.
+    // The last half vector: step back so that the vector ends with the row. Its first half was finished
+    // above; the states are padded, so a temporary row is not needed: compute into a copy and keep the new
+    // half.
     const int64_t back = layout.head_dim - Simd::kWidth;
     float copy[R][16];
     for (int r = 0; r < R; ++r) {
@@ -185,8 +193,8 @@ void value_rows(const KvLayout& layout, const uint8_t* const* tiles, int64_t beg
 
 // One block of R neighbouring rows, all of which see something.
 template <class Read, int R>
-void attend_block(const KvLayout& layout, const uint8_t* const* tiles, const AttentionRows& rows, int64_t first,
-                  float* scores, float* states) {
+void attend_block(const KvLayout& layout, const uint8_t* const* tiles, const AttentionRows& rows,
+                  int64_t first, float* scores, float* states) {
   const int32_t* begin = rows.begin + first;
   const int32_t* end = rows.end + first;
   const int64_t head_dim = layout.head_dim;
@@ -203,7 +211,8 @@ void attend_block(const KvLayout& layout, const uint8_t* const* tiles, const Att
   float* out = states + first * stride;
   for (int r = 0; r < R; ++r) {
     float* state = out + r * stride;
-    softmax_row(scores + r * kPartition, begin[r], end[r], rows.softcap, state + head_dim, state + head_dim + 1);
+    softmax_row(scores + r * kPartition, begin[r], end[r], rows.softcap, state + head_dim,
+                state + head_dim + 1);
     if (layout.scale_offset != 0) scale_weights(layout, tiles, begin[r], end[r], scores + r * kPartition);
     for (int64_t d = 0; d < head_dim; ++d) state[d] = 0.0f;
   }
@@ -214,7 +223,8 @@ void attend_block(const KvLayout& layout, const uint8_t* const* tiles, const Att
     return;
   }
   for (int r = 0; r < R; ++r) {
-    value_rows<Read, 1>(layout, tiles, begin[r], common_begin, scores + r * kPartition, out + r * stride, stride);
+    value_rows<Read, 1>(layout, tiles, begin[r], common_begin, scores + r * kPartition, out + r * stride,
+                        stride);
   }
   value_rows<Read, R>(layout, tiles, common_begin, common_end, scores, out, stride);
   for (int r = 0; r < R; ++r) {
@@ -245,7 +255,8 @@ void attend_as(const KvLayout& layout, const uint8_t* const* tiles, const Attent
       continue;
     }
     int64_t count = 1;
-    while (count < kR && first + count < rows.num_rows && rows.begin[first + count] < rows.end[first + count]) {
+    while (count < kR && first + count < rows.num_rows &&
+           rows.begin[first + count] < rows.end[first + count]) {
       ++count;
     }
     attend_rest<Read, kR>(layout, tiles, rows, first, count, scratch, states);
@@ -256,9 +267,12 @@ void attend_as(const KvLayout& layout, const uint8_t* const* tiles, const Attent
 void attend(const KvLayout& layout, const uint8_t* const* tiles, const AttentionRows& rows, float* scratch,
             float* states) {
   switch (layout.dtype) {
-    case KvDtype::kFloat32: return attend_as<ReadFloat32>(layout, tiles, rows, scratch, states);
-    case KvDtype::kFloat16: return attend_as<ReadFloat16>(layout, tiles, rows, scratch, states);
-    case KvDtype::kInt8: return attend_as<ReadInt8>(layout, tiles, rows, scratch, states);
+    case KvDtype::kFloat32:
+      return attend_as<ReadFloat32>(layout, tiles, rows, scratch, states);
+    case KvDtype::kFloat16:
+      return attend_as<ReadFloat16>(layout, tiles, rows, scratch, states);
+    case KvDtype::kInt8:
+      return attend_as<ReadInt8>(layout, tiles, rows, scratch, states);
   }
 }
 
@@ -280,7 +294,8 @@ void fold(int64_t num_rows, int64_t head_dim, const float* states, float* runnin
     const V a = Simd::set1(factors[0]), b = Simd::set1(factors[1]);
     for (int64_t d = 0; d < head_dim; d += Simd::kWidth) {
       const int count = static_cast<int>(smaller(Simd::kWidth, head_dim - d));
-      const V merged = Simd::fma(Simd::load_partial(all + d, count), a, Simd::mul(Simd::load_partial(part + d, count), b));
+      const V merged =
+          Simd::fma(Simd::load_partial(all + d, count), a, Simd::mul(Simd::load_partial(part + d, count), b));
       Simd::store_partial(all + d, merged, count);
     }
     all[head_dim] = new_max;
@@ -298,8 +313,11 @@ void finish(int64_t head_dim, const float* running, float* out) {
   }
 }
 
-// Finite values beyond the range of float16 become its largest, so that one outlier cannot turn into infinity.
-inline V clamp_half(V x) { return Simd::max(Simd::set1(-65504.0f), Simd::min(Simd::set1(65504.0f), x)); }
+// Finite values beyond the range of float16 become its largest, so that one outlier cannot turn into
+// infinity.
+inline V clamp_half(V x) {
+  return Simd::max(Simd::set1(-65504.0f), Simd::min(Simd::set1(65504.0f), x));
+}
 
 // Largest magnitude / 127, and the row in units of it, rounded to nearest even.
 inline float quantize_head(const float* x, int64_t head_dim, int8_t* out, int64_t out_stride) {
@@ -339,7 +357,8 @@ void kv_store(const KvLayout& layout, const float* k, const float* v, int64_t la
           part[i] = k[d + i];
           part[8 + i] = v[d + i];
         }
-        for (int i = 0; i < 16; i += Simd::kWidth) Simd::store_f16(halves + i, clamp_half(Simd::load(part + i)));
+        for (int i = 0; i < 16; i += Simd::kWidth)
+          Simd::store_f16(halves + i, clamp_half(Simd::load(part + i)));
         for (int i = 0; i < 8; ++i) {
           k_out[(d + i) * kTilePositions] = halves[i];
           v_out[d + i] = halves[8 + i];
@@ -373,9 +392,12 @@ inline void expand_as(const KvLayout& layout, const uint8_t* tile, const KvLayou
 
 void kv_expand(const KvLayout& layout, const uint8_t* tile, const KvLayout& out_layout, uint8_t* out) {
   switch (layout.dtype) {
-    case KvDtype::kFloat32: return expand_as<ReadFloat32>(layout, tile, out_layout, out);
-    case KvDtype::kFloat16: return expand_as<ReadFloat16>(layout, tile, out_layout, out);
-    case KvDtype::kInt8: return expand_as<ReadInt8>(layout, tile, out_layout, out);
+    case KvDtype::kFloat32:
+      return expand_as<ReadFloat32>(layout, tile, out_layout, out);
+    case KvDtype::kFloat16:
+      return expand_as<ReadFloat16>(layout, tile, out_layout, out);
+    case KvDtype::kInt8:
+      return expand_as<ReadInt8>(layout, tile, out_layout, out);
   }
 }
 

@@ -1,5 +1,5 @@
-// Elementary functions on vectors, for finite arguments within 2 units in the last place unless said. NaN stays
-// NaN. Coefficients are our own fits (weighted least squares, reweighted towards the minimax error).
+// Elementary functions on vectors, for finite arguments within 2 units in the last place unless said. NaN
+// stays NaN. Coefficients are our own fits (weighted least squares, reweighted towards the minimax error).
 // Include a simd_*.h first.
 #pragma once
 
@@ -7,8 +7,8 @@ namespace {
 
 using V = Simd::V;
 
-// Cody-Waite reduction to |r| <= ln(2) / 2, then 1 + r + r^2 E(r). Results below the smallest normal number are 0;
-// arguments above 88.37 give exp(88.37).
+// Cody-Waite reduction to |r| <= ln(2) / 2, then 1 + r + r^2 E(r). Results below the smallest normal number
+// are 0; arguments above 88.37 give exp(88.37).
 inline V vexp(V x) {
   const V low = Simd::set1(-87.33654f);
   const V clamped = Simd::min(Simd::set1(88.37626f), Simd::max(low, x));

@@ -24,7 +24,9 @@ template <class F>
 inline void map1(const float* x, int64_t n, float* out, F f) {
   for_vectors(
       n, [&](int64_t i) { Simd::store(out + i, f(Simd::load(x + i))); },
-      [&](int64_t i, int count) { Simd::store_partial(out + i, f(Simd::load_partial(x + i, count)), count); });
+      [&](int64_t i, int count) {
+        Simd::store_partial(out + i, f(Simd::load_partial(x + i, count)), count);
+      });
 }
 
 // out[i] = f(x[i], y[i])
@@ -33,11 +35,13 @@ inline void map2(const float* x, const float* y, int64_t n, float* out, F f) {
   for_vectors(
       n, [&](int64_t i) { Simd::store(out + i, f(Simd::load(x + i), Simd::load(y + i))); },
       [&](int64_t i, int count) {
-        Simd::store_partial(out + i, f(Simd::load_partial(x + i, count), Simd::load_partial(y + i, count)), count);
+        Simd::store_partial(out + i, f(Simd::load_partial(x + i, count), Simd::load_partial(y + i, count)),
+                            count);
       });
 }
 
-// Sum over i of term(x[i]) in four running vectors (one FMA latency hidden), folded pairwise. term(0) must be 0.
+// Sum over i of term(x[i]) in four running vectors (one FMA latency hidden), folded pairwise. term(0) must be
+// 0.
 template <class Term>
 inline float sum(const float* x, int64_t n, Term accumulate) {
   V acc[4] = {Simd::zero(), Simd::zero(), Simd::zero(), Simd::zero()};
@@ -80,7 +84,9 @@ void softcap(const float* x, float cap, int64_t n, float* out) {
   map1(x, n, out, [&](V v) { return Simd::mul(c, vtanh(Simd::div(v, c))); });
 }
 
-inline V silu(V x) { return Simd::mul(x, vsigmoid(x)); }
+inline V silu(V x) {
+  return Simd::mul(x, vsigmoid(x));
+}
 
 inline V gelu(V x) {
   const V half = Simd::mul(Simd::set1(0.5f), x);
@@ -93,23 +99,33 @@ inline V gelu_tanh(V x) {
   return Simd::mul(x, vsigmoid(Simd::mul(Simd::set1(1.5957691216057308f), cubic)));
 }
 
-inline V relu(V x) { return Simd::max(Simd::zero(), x); }
+inline V relu(V x) {
+  return Simd::max(Simd::zero(), x);
+}
 
 void activation(Activation act, const float* x, int64_t n, float* out) {
   switch (act) {
-    case Activation::kSilu: return map1(x, n, out, silu);
-    case Activation::kGelu: return map1(x, n, out, gelu);
-    case Activation::kGeluTanh: return map1(x, n, out, gelu_tanh);
-    case Activation::kRelu: return map1(x, n, out, relu);
+    case Activation::kSilu:
+      return map1(x, n, out, silu);
+    case Activation::kGelu:
+      return map1(x, n, out, gelu);
+    case Activation::kGeluTanh:
+      return map1(x, n, out, gelu_tanh);
+    case Activation::kRelu:
+      return map1(x, n, out, relu);
   }
 }
 
 void act_mul(Activation act, const float* gate, const float* up, int64_t n, float* out) {
   switch (act) {
-    case Activation::kSilu: return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(silu(g), u); });
-    case Activation::kGelu: return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(gelu(g), u); });
-    case Activation::kGeluTanh: return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(gelu_tanh(g), u); });
-    case Activation::kRelu: return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(relu(g), u); });
+    case Activation::kSilu:
+      return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(silu(g), u); });
+    case Activation::kGelu:
+      return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(gelu(g), u); });
+    case Activation::kGeluTanh:
+      return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(gelu_tanh(g), u); });
+    case Activation::kRelu:
+      return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(relu(g), u); });
   }
 }
 

@@ -8,7 +8,7 @@ namespace {
 
 struct Simd {
   static constexpr int kWidth = 8;
-  static constexpr int kAttendRows = 6;   // 6 rows x 2 vectors of one tile = 12 of 16 registers
+  static constexpr int kAttendRows = 6;  // 6 rows x 2 vectors of one tile = 12 of 16 registers
   static constexpr int kAttendTiles = 1;
   static constexpr int kAttendCols = 2;
 
@@ -42,7 +42,8 @@ struct Simd {
   static inline V round(V a) { return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   // a * 2^n for whole n in [-126, 127].
   static inline V scale_pow2(V a, V n) {
-    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+    const __m256i exponent =
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
   }
   static inline float reduce_add(V a) {

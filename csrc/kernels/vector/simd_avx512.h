@@ -8,7 +8,7 @@ namespace {
 
 struct Simd {
   static constexpr int kWidth = 16;
-  static constexpr int kAttendRows = 8;   // 8 rows x 2 tiles = 16 of 32 registers, twice the FMA latency
+  static constexpr int kAttendRows = 8;  // 8 rows x 2 tiles = 16 of 32 registers, twice the FMA latency
   static constexpr int kAttendTiles = 2;
   static constexpr int kAttendCols = 2;
 

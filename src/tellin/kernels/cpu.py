@@ -1,7 +1,8 @@
 """How many kernel threads this process should use.
 
-Owns the reading of affinity, cgroup quota and core topology. The default is what a guest may take: one
-thread per physical core that the affinity mask and the cgroup allow. Nothing here binds a thread.
+Owns the reading of affinity, cgroup quota and core topology. The default is what a guest may take:
+one thread per physical core that the affinity mask and the cgroup allow. Nothing here binds a
+thread.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def choose_num_threads(
 
     Args:
         allowed_cpus: the affinity mask.
-        core_of_cpu: CPU number to any key of its physical core; a CPU that is missing is its own core.
+        core_of_cpu: CPU number to any key of its physical core; a missing CPU is its own core.
         quota_cpus: CPUs' worth of time the cgroup grants; None = unlimited.
     """
     cpus = set(allowed_cpus)
@@ -62,7 +63,8 @@ def _core_map(root: Path, cpus: Iterable[int]) -> dict[int, object]:
 def cgroup_quota(root: Path = Path("/")) -> float | None:
     """CPUs' worth of time this process's cgroup and its ancestors allow, the least of them.
 
-    Source: Linux ``Documentation/admin-guide/cgroup-v2.rst`` (cpu.max) and ``scheduler/sched-bwc.rst``.
+    Source: Linux documentation, ``admin-guide/cgroup-v2.rst`` (cpu.max) and
+    ``scheduler/sched-bwc.rst``.
     """
     limits: list[float] = []
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():

@@ -1,10 +1,10 @@
 """`NativeBackend`: compiles a plan into a native program and runs a step of it in one call.
 
-Owns the translation of plan operations into `_C.Program` calls, the packing of weights and the release
-of their file pages. It knows no requests and no scheduler. Inside a step there is no Python: the
-program walks its stages with its own threads, without the GIL (csrc/include/tellin/program.h).
-Promise 1 holds for every variant, thread count and cache type: a row's bits depend on its own tokens
-only.
+Owns the translation of plan operations into `_C.Program` calls, packing weights and the
+release of their file pages. It knows no requests and no scheduler. Inside a step there is no Python:
+the program walks its stages with its own threads, without the GIL (csrc/include/tellin/program.h).
+Promise 1 holds for every variant, thread count and cache type: a row's bits depend on its own
+tokens only.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ class NativeBackend:
 
     Args:
         plan: what to compute. Embedding tables are read from its tensors during steps.
-        num_threads: size of the kernel team; None = what this process may use (`default_num_threads`).
+        num_threads: size of the kernel team; None = `default_num_threads`.
         isa: kernel variant (avx512, avx2, neon, portable); None = the best this machine runs.
-        activation_precision: ``default`` (int8 activations for quantised weights) or ``high`` (float32).
+        activation_precision: ``default`` (int8 activations for quantised weights) or ``high``
+            (float32).
         kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32`` or ``int8``.
         block_size: tokens per cache block, a multiple of 16.
 
     Raises:
         InvalidParameterError: an argument has a bad value.
-        UnsupportedModelError: there is no kernel for one of the weights, or for a shape of the plan.
+        UnsupportedModelError: there is no kernel for a weight or a shape of the plan.
         OutOfMemoryError: the packed weights do not fit.
     """
 

@@ -1,0 +1,186 @@
+"""Native kernels and plan executor of tellin."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+class Program:
+    """A plan compiled for this machine (csrc/include/tellin/program.h)."""
+
+    def __init__(
+        self, isa: str, num_threads: int, block_size: int, kv_dtype: str, high_precision: bool
+    ) -> None: ...
+    def add_buffer(self, width: int, logit_rows: bool) -> int: ...
+    def add_weight(
+        self, quant_type: int, data: NDArray[np.uint8], rows: int, columns: int
+    ) -> int: ...
+    def add_vector(
+        self, quant_type: int, data: NDArray[np.uint8], rows: int, columns: int, offset: float
+    ) -> int: ...
+    def add_kv_layer(self, num_kv_heads: int, head_dim: int) -> int: ...
+    def add_rotary(self, inv_freq: Sequence[float], attention_factor: float) -> int: ...
+    def embed(
+        self,
+        quant_type: int,
+        data: NDArray[np.uint8],
+        rows: int,
+        columns: int,
+        out: int,
+        scale: float,
+    ) -> None: ...
+    def rms_norm(self, x: int, weight: int, out: int, eps: float, group: int) -> None: ...
+    def layer_norm(self, x: int, weight: int, bias: int, out: int, eps: float) -> None: ...
+    def linear(self, x: int, parts: Sequence[tuple[int, int, int]], residual: int) -> None: ...
+    def gated_linear(
+        self, x: int, gate: tuple[int, int, int], up: tuple[int, int, int], out: int, act: str
+    ) -> None: ...
+    def rope(
+        self, x: int, rotary: int, num_heads: int, head_dim: int, interleaved: bool
+    ) -> None: ...
+    def attention(
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        window: int,
+        softcap: float,
+        causal: bool,
+    ) -> None: ...
+    def act_mul(self, gate: int, up: int, out: int, act: str) -> None: ...
+    def activation(self, x: int, out: int, act: str) -> None: ...
+    def add(self, x: int, y: int, out: int) -> None: ...
+    def add_bias(self, x: int, bias: int) -> None: ...
+    def add_position(
+        self, x: int, quant_type: int, data: NDArray[np.uint8], rows: int, columns: int
+    ) -> None: ...
+    def gather_rows(self, x: int, out: int) -> None: ...
+    def scale(self, x: int, factor: float) -> None: ...
+    def softcap(self, x: int, cap: float) -> None: ...
+    def finalize(self, output: int, hidden: int, vocab_size: int) -> None: ...
+    def pack_weight(self, weight: int) -> None: ...
+    def init_kv_cache(self, num_blocks: int) -> None: ...
+    def free_kv_cache(self) -> None: ...
+    def copy_kv_block(self, source: int, target: int) -> None: ...
+    def forward(
+        self,
+        token_ids: NDArray[np.int32],
+        positions: NDArray[np.int32],
+        query_start_loc: NDArray[np.int32],
+        seq_lens: NDArray[np.int32],
+        block_table: NDArray[np.int32],
+        logits_indices: NDArray[np.int32],
+    ) -> NDArray[np.float32]: ...
+    def hidden(self) -> NDArray[np.float32]: ...
+    def set_profile(self, enabled: bool) -> None: ...
+    def profile(self) -> dict[str, float]: ...
+    def listing(self) -> list[str]: ...
+    @property
+    def kv_bytes_per_block(self) -> int: ...
+    @property
+    def num_kv_blocks(self) -> int: ...
+    @property
+    def num_threads(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def last_forward_s(self) -> float: ...
+
+def linear_variants() -> list[str]:
+    """Kernel variants this machine runs, best first."""
+
+def dequantize_rows(
+    isa: str, quant_type: int, data: NDArray[np.uint8], out: NDArray[np.float32]
+) -> None:
+    """
+    Dequantises the rows of a file tensor (uint8 bytes) to out: [rows, k] float32.
+    """
+
+class PackedLinear:
+    """A weight matrix packed for one kernel variant."""
+
+    def __init__(
+        self,
+        isa: str,
+        quant_type: int,
+        data: NDArray[np.uint8],
+        n: int,
+        k: int,
+        high_precision: bool = False,
+    ) -> None: ...
+    def run(
+        self, x: NDArray[np.float32], out: NDArray[np.float32], m0: int, m1: int, g0: int, g1: int
+    ) -> None: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def packed_bytes(self) -> int: ...
+
+class Sampler:
+    def __init__(self, num_ids: int, mode: int, isa: str | None = None) -> None: ...
+    def set_slot(
+        self,
+        slot: int,
+        *,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        min_p: float,
+        repetition_penalty: float,
+        frequency_penalty: float,
+        presence_penalty: float,
+        rng_key: int,
+        min_tokens: int,
+        num_logprobs: int,
+        allowed_ids: Sequence[int] | None,
+        stop_ids: Sequence[int],
+        bias_ids: Sequence[int],
+        bias_values: Sequence[float],
+        bad_words: Sequence[Sequence[int]],
+        logprob_ids: Sequence[int],
+    ) -> None: ...
+    def sample(
+        self,
+        logits: NDArray[np.float32],
+        slots: NDArray[np.int32],
+        logits_rows: NDArray[np.int32],
+        history_lens: NDArray[np.int32],
+        prompt_lens: NDArray[np.int32],
+        history: NDArray[np.int32],
+        tokens: NDArray[np.int32],
+        status: NDArray[np.int32],
+        stages: int,
+        bitmask: NDArray[np.int32] | None = None,
+        bitmask_rows: NDArray[np.int32] | None = None,
+        raw: NDArray[np.float32] | None = None,
+        raw_rows: NDArray[np.int32] | None = None,
+        logprob_ids: NDArray[np.int32] | None = None,
+        logprobs: NDArray[np.float32] | None = None,
+        ranks: NDArray[np.int32] | None = None,
+    ) -> None: ...
+    def prompt_logprobs(
+        self,
+        logits: NDArray[np.float32],
+        ids: NDArray[np.int32],
+        k: int,
+        out_ids: NDArray[np.int32],
+        out_values: NDArray[np.float32],
+        ranks: NDArray[np.int32],
+        status: NDArray[np.int32],
+    ) -> None: ...
+    def num_logprob_columns(self, slot: int) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def num_ids(self) -> int: ...
+
+def philox_u64(key: int, index: int, purpose: int) -> int:
+    """64 bits of Philox4x32-10 for the counter (index, purpose, 0, 0)."""
