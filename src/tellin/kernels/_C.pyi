@@ -1,3 +1,4 @@
+# ruff: noqa: N999
 """Native kernels and plan executor of tellin."""
 
 from collections.abc import Sequence

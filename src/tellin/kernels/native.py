@@ -1,10 +1,10 @@
 """`NativeBackend`: compiles a plan into a native program and runs a step of it in one call.
 
-Owns the translation of plan operations into `_C.Program` calls, packing weights and the
-release of their file pages. It knows no requests and no scheduler. Inside a step there is no Python:
-the program walks its stages with its own threads, without the GIL (csrc/include/tellin/program.h).
-Promise 1 holds for every variant, thread count and cache type: a row's bits depend on its own
-tokens only.
+Owns the translation of plan operations into `_C.Program` calls, the packing of weights and the
+release of their file pages. It knows no requests and no scheduler. Inside a step there is no
+Python: the program walks its stages with its own threads, without the GIL
+(csrc/include/tellin/program.h). Promise 1 holds for every variant, thread count and cache type: a
+row's bits depend on its own tokens only.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class NativeBackend:
         )
 
     def hidden(self) -> npt.NDArray[np.float32]:
-        """Final hidden states of the last step, rows as in `Plan.hidden`; a view as of `forward`."""
+        """Final hidden states of the last step, rows as in `Plan.hidden`; a view."""
         program = self._live()
         try:
             return program.hidden()
