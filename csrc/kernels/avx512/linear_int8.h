@@ -17,7 +17,7 @@ namespace {
 constexpr int kChunkBlocks = 8;       // 256 features
 constexpr int kMaxTile = 6;           // tokens of a tile: 2 x 6 integer and 2 x 6 float accumulators fill 32 registers
 constexpr int kMaxTokens = 192;       // tokens that share a pass over the weights: 24 KiB of accumulators
-constexpr int kPrefetchBytes = 2048;  // how far ahead of its reads a group's stream is fetched
+constexpr int kPrefetchChunks = 2;    // how far ahead of its use a chunk of codes is fetched
 
 // Expanded scales of one chunk, [sum][group][16].
 struct ChunkScales {
@@ -130,9 +130,10 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const uin
 }
 
 // Runs a tile over `num_supers` super-blocks of a chunk. acc: [kTokens][kGroups][16], 64-byte aligned.
-template <QuantType T, int kGroups, int kTokens, bool kPrefetch>
-__attribute__((noinline)) void run_tile(const uint8_t* w, size_t group_bytes, int num_supers, const uint8_t* x,
-                                        int64_t row_bytes, const ChunkScales& scales, bool is_first, float* acc_io) {
+template <QuantType T, int kGroups, int kTokens>
+__attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetch, size_t group_bytes, int num_supers,
+                                        const uint8_t* x, int64_t row_bytes, const ChunkScales& scales, bool is_first,
+                                        float* acc_io) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kSums = kFormat.per16() ? 2 : 1;
   __m512 acc[kGroups][kTokens];
@@ -148,13 +149,14 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, size_t group_bytes, in
   for (int s = 0; s < num_supers; ++s) {
     const uint8_t* codes = w + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b) {
-      if constexpr (kPrefetch) {
-        constexpr int kLines = (kFormat.super_bytes() / kFormat.blocks() + 63) / 64;
+      if (prefetch != nullptr) {
+        constexpr int kStep = kFormat.super_bytes() / kFormat.blocks();
 #pragma GCC unroll 4
         for (int g = 0; g < kGroups; ++g) {
 #pragma GCC unroll 10
-          for (int i = 0; i < kLines; ++i) __builtin_prefetch(codes + g * group_bytes + kPrefetchBytes + 64 * i, 0, 3);
+          for (int i = 0; i < (kStep + 63) / 64; ++i) __builtin_prefetch(prefetch + g * group_bytes + 64 * i, 0, 3);
         }
+        prefetch += kStep;
       }
       add_block<T>(codes, group_bytes, x, row_bytes, scale, minimum, acc);
       codes += kFormat.block_bytes();
@@ -171,12 +173,12 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, size_t group_bytes, in
   }
 }
 
-template <QuantType T, int kGroups, bool kPrefetch>
-void run_tile_of(int tokens, const uint8_t* w, size_t group_bytes, int num_supers, const uint8_t* x,
-                 int64_t row_bytes, const ChunkScales& scales, bool is_first, float* acc) {
+template <QuantType T, int kGroups>
+void run_tile_of(int tokens, const uint8_t* w, const uint8_t* prefetch, size_t group_bytes, int num_supers,
+                 const uint8_t* x, int64_t row_bytes, const ChunkScales& scales, bool is_first, float* acc) {
 #define TELLIN_TILE(n) \
   case n:              \
-    return run_tile<T, kGroups, n, kPrefetch>(w, group_bytes, num_supers, x, row_bytes, scales, is_first, acc);
+    return run_tile<T, kGroups, n>(w, prefetch, group_bytes, num_supers, x, row_bytes, scales, is_first, acc);
   if constexpr (kGroups == 4) {
     switch (tokens) {
       TELLIN_TILE(1)
@@ -213,7 +215,8 @@ void run_groups(const Int8Problem& p, int64_t m0, int tokens, int64_t g0) {
   const size_t group_bytes = p.w.group_bytes;
   const int64_t num_supers = static_cast<int64_t>(group_bytes / kFormat.super_bytes());
   const int num_tiles = (tokens + kMaxTile - 1) / kMaxTile;
-  const uint8_t* w = p.w.data + g0 * group_bytes;
+  const uint8_t* const group = p.w.data + g0 * group_bytes;
+  const uint8_t* w = group;
   const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
   for (int64_t s0 = 0; s0 < num_supers; s0 += kChunkSupers) {
     const int chunk = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
@@ -224,15 +227,15 @@ void run_groups(const Int8Problem& p, int64_t m0, int tokens, int64_t g0) {
                          scales.minimum[at][g]);
       }
     }
+    const int64_t ahead = s0 + kPrefetchChunks * kChunkSupers;
+    const uint8_t* prefetch = group + ahead * kFormat.super_bytes();
+    if (ahead >= num_supers) prefetch += (kGroups - 1) * group_bytes;
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
       const uint8_t* rows = x + t0 * p.x.row_bytes;
       float* tile_acc = acc + t0 * kGroups * kRows;
-      if (i == 0) {
-        run_tile_of<T, kGroups, true>(t1 - t0, w, group_bytes, chunk, rows, p.x.row_bytes, scales, s0 == 0, tile_acc);
-      } else {
-        run_tile_of<T, kGroups, false>(t1 - t0, w, group_bytes, chunk, rows, p.x.row_bytes, scales, s0 == 0, tile_acc);
-      }
+      run_tile_of<T, kGroups>(t1 - t0, w, i == 0 ? prefetch : nullptr, group_bytes, chunk, rows, p.x.row_bytes, scales,
+                              s0 == 0, tile_acc);
     }
     w += chunk * kFormat.super_bytes();
     x += chunk * kFormat.blocks() * sizeof(ActBlock);
