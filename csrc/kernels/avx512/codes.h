@@ -14,7 +14,9 @@
 namespace tellin {
 namespace {
 
-TELLIN_INLINE __m512i load_vector(const uint8_t* p) { return _mm512_loadu_si512(p); }
+TELLIN_INLINE __m512i load_vector(const uint8_t* p) {
+  return _mm512_loadu_si512(p);
+}
 
 // Moves bit `from` of every byte to bit `to` (neighbouring bits spill over: mask afterwards).
 template <int from, int to>
@@ -29,7 +31,9 @@ TELLIN_INLINE __m512i move_bits(__m512i v) {
 }
 
 // base | (v & mask)
-TELLIN_INLINE __m512i or_masked(__m512i base, __m512i v, __m512i mask) { return _mm512_ternarylogic_epi32(base, v, mask, 0xf8); }
+TELLIN_INLINE __m512i or_masked(__m512i base, __m512i v, __m512i mask) {
+  return _mm512_ternarylogic_epi32(base, v, mask, 0xf8);
+}
 
 // Unsigned codes of quad kQuad (rows x 4 features) of a packed block.
 template <int kBits, int kQuad>
@@ -59,9 +63,12 @@ TELLIN_INLINE __m512 half_to_float16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-TELLIN_INLINE __m512 bytes_to_float(__m128i bytes) { return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)); }
+TELLIN_INLINE __m512 bytes_to_float(__m128i bytes) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+}
 
-// Scales and minima of the 16 rows for every sum of a super-block: [blocks][1 or 2 (per 16)][16], `step` floats apart.
+// Scales and minima of the 16 rows for every sum of a super-block: [blocks][1 or 2 (per 16)][16], `step`
+// floats apart.
 template <QuantType T>
 TELLIN_INLINE void expand_scales(const uint8_t* super_block, int step, float* scale, float* minimum) {
   constexpr PackedFormat kFormat = format_of(T);
@@ -78,7 +85,9 @@ TELLIN_INLINE void expand_scales(const uint8_t* super_block, int step, float* sc
     const __m512i high = load_vector(h->high[0]), m15 = _mm512_set1_epi8(15), m48 = _mm512_set1_epi8(48);
     alignas(64) uint8_t s[8][kRows], m[8][kRows];
     const __m512i low0 = load_vector(h->low[0]), low1 = load_vector(h->low[4]);
-    const auto scales_of = [&](__m512i low, __m512i bits) { return or_masked(_mm512_and_si512(low, m15), bits, m48); };
+    const auto scales_of = [&](__m512i low, __m512i bits) {
+      return or_masked(_mm512_and_si512(low, m15), bits, m48);
+    };
     _mm512_store_si512(s[0], scales_of(low0, _mm512_slli_epi16(high, 4)));
     _mm512_store_si512(m[0], scales_of(_mm512_srli_epi16(low0, 4), _mm512_slli_epi16(high, 2)));
     _mm512_store_si512(s[4], scales_of(low1, high));

@@ -9,8 +9,8 @@ const LinearKernels* avx512_linear_table();
 
 namespace {
 
-void linear_int8_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
-                     float* out, int64_t ldo) {
+void linear_int8_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                     int64_t g1, float* out, int64_t ldo) {
   switch (w.source) {
 #define TELLIN_CASE(type) \
   case QuantType::type:   \
@@ -26,7 +26,8 @@ void linear_int8_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, 
     TELLIN_CASE(Q5_K)
     TELLIN_CASE(Q6_K)
 #undef TELLIN_CASE
-    default: return;  // float weights have no int8 path (packed_group_bytes is 0)
+    default:
+      return;  // float weights have no int8 path (packed_group_bytes is 0)
   }
 }
 
@@ -53,11 +54,13 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
   }
 }
 
-constexpr LinearKernels kTable = {"avx512",        nullptr,      nullptr,         nullptr,        quantized_row_bytes,
+constexpr LinearKernels kTable = {"avx512",     nullptr,         nullptr,        nullptr, quantized_row_bytes,
                                   quantize_row, linear_int8_any, linear_f32_any, nullptr};
 
 }  // namespace
 
-const LinearKernels* avx512_linear_table() { return &kTable; }
+const LinearKernels* avx512_linear_table() {
+  return &kTable;
+}
 
 }  // namespace tellin

@@ -1,7 +1,7 @@
 // AVX-512: packed weights x float32 activations.
 //
-// A chunk of kPanelK features of two groups is expanded to float32 in L1, then tiles of tokens run an outer product
-// over it. A value is one chain of fused multiply-adds over the features in order, whatever the tile.
+// A chunk of kPanelK features of two groups is expanded to float32 in L1, then tiles of tokens run an outer
+// product over it. A value is one chain of fused multiply-adds over the features in order, whatever the tile.
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
@@ -9,9 +9,10 @@
 namespace tellin {
 namespace {
 
-constexpr int kPanelK = 128;       // 32 rows x 128 features x 4 bytes = 16 KiB, a third of L1
-constexpr int kFloatTile = 12;     // 2 x 12 accumulators
-constexpr int kFloatTokens = 192;  // tokens that share an expanded panel
+constexpr int kPanelK = 128;          // 32 rows x 128 features x 4 bytes = 16 KiB, a third of L1
+constexpr int kFloatTile = 12;        // 2 x 12 accumulators
+constexpr int kFloatTokens = 192;     // tokens that share an expanded panel
+constexpr int kFloatPrefetchK = 256;  // how far ahead of its use a feature's weights are fetched
 
 template <int kBits, int kQuad>
 TELLIN_INLINE void expand_quad(const uint8_t* codes, __m512i zero, __m512 scale, __m512 minimum, bool has_min,
@@ -27,14 +28,14 @@ TELLIN_INLINE void expand_quad(const uint8_t* codes, __m512i zero, __m512 scale,
 }
 
 template <QuantType T, int kQuad>
-TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows], const float (*minimum)[kRows],
-                                float* panel, int stride) {
+TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows],
+                                const float (*minimum)[kRows], float* panel, int stride) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kQuad < 8) {
     constexpr int kSum = kFormat.per16() ? kQuad / 4 : 0;
     const __m512 low = kFormat.has_min ? _mm512_load_ps(minimum[kSum]) : _mm512_setzero_ps();
-    expand_quad<kFormat.bits, kQuad>(codes, _mm512_set1_epi32(kFormat.zero_point()), _mm512_load_ps(scale[kSum]), low,
-                                     kFormat.has_min, panel, stride);
+    expand_quad<kFormat.bits, kQuad>(codes, _mm512_set1_epi32(kFormat.zero_point()),
+                                     _mm512_load_ps(scale[kSum]), low, kFormat.has_min, panel, stride);
     expand_quads<T, kQuad + 1>(codes, scale, minimum, panel, stride);
   }
 }
@@ -52,8 +53,8 @@ void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel, int
       expand_scales<T>(super_block, kRows, scale[0], minimum[0]);
       const int first = static_cast<int>(k % kFormat.super_k()) / kBlockK;
       for (int b = first; b < kFormat.blocks() && done < count; ++b, done += kBlockK) {
-        expand_quads<T, 0>(super_block + kFormat.header_bytes() + b * kFormat.block_bytes(), scale + b * kSums,
-                           minimum + b * kSums, panel + done * stride, stride);
+        expand_quads<T, 0>(super_block + kFormat.header_bytes() + b * kFormat.block_bytes(),
+                           scale + b * kSums, minimum + b * kSums, panel + done * stride, stride);
       }
     }
   } else if constexpr (T == QuantType::F32) {
@@ -73,9 +74,17 @@ void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel, int
   }
 }
 
+// What a tile fetches while it computes: the stored weights of a later chunk, `step` bytes of each group for
+// every 4 features (step 0: nothing).
+struct Prefetch {
+  const uint8_t* p;
+  size_t group_bytes;
+  int step;
+};
+
 template <int kGroups, int kTokens>
-__attribute__((noinline)) void run_float_tile(const float* panel, int count, const float* x, int64_t ldx, bool is_first,
-                                              float* acc_io) {
+__attribute__((noinline)) void run_float_tile(const float* panel, int count, const float* x, int64_t ldx,
+                                              bool is_first, const Prefetch& ahead, float* acc_io) {
   __m512 acc[kGroups][kTokens];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t) {
@@ -84,15 +93,23 @@ __attribute__((noinline)) void run_float_tile(const float* panel, int count, con
       acc[g][t] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(acc_io + (t * kGroups + g) * kRows);
     }
   }
-  for (int i = 0; i < count; ++i) {
-    __m512 w[kGroups];
+  const uint8_t* prefetch = ahead.p;
+  for (int i = 0; i < count;) {
+    for (int at = 0; at < ahead.step; at += 64) {
 #pragma GCC unroll 2
-    for (int g = 0; g < kGroups; ++g) w[g] = _mm512_load_ps(panel + (i * kGroups + g) * kRows);
+      for (int g = 0; g < kGroups; ++g) __builtin_prefetch(prefetch + g * ahead.group_bytes + at, 0, 3);
+    }
+    prefetch += ahead.step;
+    for (const int end = i + 4 < count ? i + 4 : count; i < end; ++i) {
+      __m512 w[kGroups];
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroups; ++g) w[g] = _mm512_load_ps(panel + (i * kGroups + g) * kRows);
 #pragma GCC unroll 16
-    for (int t = 0; t < kTokens; ++t) {
-      const __m512 y = _mm512_set1_ps(x[t * ldx + i]);
+      for (int t = 0; t < kTokens; ++t) {
+        const __m512 y = _mm512_set1_ps(x[t * ldx + i]);
 #pragma GCC unroll 2
-      for (int g = 0; g < kGroups; ++g) acc[g][t] = _mm512_fmadd_ps(w[g], y, acc[g][t]);
+        for (int g = 0; g < kGroups; ++g) acc[g][t] = _mm512_fmadd_ps(w[g], y, acc[g][t]);
+      }
     }
   }
 #pragma GCC unroll 16
@@ -104,11 +121,11 @@ __attribute__((noinline)) void run_float_tile(const float* panel, int count, con
 
 template <int kGroups>
 void run_float_tile_of(int tokens, const float* panel, int count, const float* x, int64_t ldx, bool is_first,
-                       float* acc) {
+                       const Prefetch& ahead, float* acc) {
   switch (tokens) {
 #define TELLIN_TILE(n) \
   case n:              \
-    return run_float_tile<kGroups, n>(panel, count, x, ldx, is_first, acc);
+    return run_float_tile<kGroups, n>(panel, count, x, ldx, is_first, ahead, acc);
     TELLIN_TILE(1)
     TELLIN_TILE(2)
     TELLIN_TILE(3)
@@ -138,14 +155,21 @@ void run_float_groups(const FloatProblem& p, int64_t m0, int tokens, int64_t g0)
   alignas(64) float acc[kFloatTokens * kGroups * kRows];
   alignas(64) float panel[kPanelK * kGroups * kRows];
   const int num_tiles = (tokens + kFloatTile - 1) / kFloatTile;
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kBytesOf4 =
+      kFormat.is_quantized() ? kFormat.super_bytes() * 4 / kFormat.super_k() : kFormat.bits / 2 * kRows;
   for (int64_t k0 = 0; k0 < p.w.k; k0 += kPanelK) {
     const int count = static_cast<int>(p.w.k - k0 < kPanelK ? p.w.k - k0 : kPanelK);
     for (int g = 0; g < kGroups; ++g) {
       expand_panel<T>(p.w.data + (g0 + g) * p.w.group_bytes, k0, count, panel + g * kRows, kGroups * kRows);
     }
+    Prefetch ahead = {nullptr, p.w.group_bytes, 0};
+    const int64_t next = k0 + kFloatPrefetchK < p.w.k ? k0 + kFloatPrefetchK : k0 + kFloatPrefetchK - p.w.k;
+    ahead.p = p.w.data + (g0 + (next > k0 ? 0 : kGroups)) * p.w.group_bytes + next * kBytesOf4 / 4;
     for (int i = 0; i < num_tiles; ++i) {
+      ahead.step = i == 0 ? kBytesOf4 : 0;
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
-      run_float_tile_of<kGroups>(t1 - t0, panel, count, p.x + (m0 + t0) * p.ldx + k0, p.ldx, k0 == 0,
+      run_float_tile_of<kGroups>(t1 - t0, panel, count, p.x + (m0 + t0) * p.ldx + k0, p.ldx, k0 == 0, ahead,
                                  acc + t0 * kGroups * kRows);
     }
   }
@@ -154,14 +178,15 @@ void run_float_groups(const FloatProblem& p, int64_t m0, int tokens, int64_t g0)
       const int64_t column = (g0 + g) * kRows;
       const int64_t left = p.w.n - column;
       const auto mask = static_cast<__mmask16>(left >= kRows ? 0xffff : (1 << left) - 1);
-      _mm512_mask_storeu_ps(p.out + (m0 + t) * p.ldo + column, mask, _mm512_load_ps(acc + (t * kGroups + g) * kRows));
+      _mm512_mask_storeu_ps(p.out + (m0 + t) * p.ldo + column, mask,
+                            _mm512_load_ps(acc + (t * kGroups + g) * kRows));
     }
   }
 }
 
 template <QuantType T>
-void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
-                float* out, int64_t ldo) {
+void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0,
+                int64_t g1, float* out, int64_t ldo) {
   const FloatProblem problem = {w, x, ldx, out, ldo};
   const int64_t num_passes = (m1 - m0 + kFloatTokens - 1) / kFloatTokens;
   for (int64_t i = 0; i < num_passes; ++i) {

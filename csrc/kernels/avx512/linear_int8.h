@@ -1,12 +1,13 @@
 // AVX-512 VNNI: packed codes x int8 activations.
 //
-// Work is cut into chunks of 256 features of kGroups groups (16 rows each): scales are expanded once per chunk,
-// then every tile of tokens runs over the chunk with its float accumulators parked in L1 between chunks. So a
-// chunk of codes is read from memory once and stays in L1 for all tokens, and memory streams while tiles compute.
+// Work is cut into chunks of 256 features of kGroups groups (16 rows each): scales are expanded once per
+// chunk, then every tile of tokens runs over the chunk with its float accumulators parked in L1 between
+// chunks. So a chunk of codes is read from memory once and stays in L1 for all tokens, and memory streams
+// while tiles compute.
 //
-// A value is, for each block of 32 features in order: t = float(int32 sum) * scale (per 16: a second product fused
-// on); acc = fma(t, activation scale, acc); acc = fma(minimum, scaled activation sum, acc). Nothing in it depends on
-// the tile, so rows are equal bit for bit whatever else is computed.
+// A value is, for each block of 32 features in order: t = float(int32 sum) * scale (per 16: a second product
+// fused on); acc = fma(t, activation scale, acc); acc = fma(minimum, scaled activation sum, acc). Nothing in
+// it depends on the tile, so rows are equal bit for bit whatever else is computed.
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
@@ -14,10 +15,10 @@
 namespace tellin {
 namespace {
 
-constexpr int kChunkBlocks = 8;       // 256 features
-constexpr int kMaxTile = 6;           // tokens of a tile: 2 x 6 integer and 2 x 6 float accumulators fill 32 registers
-constexpr int kMaxTokens = 192;       // tokens that share a pass over the weights: 24 KiB of accumulators
-constexpr int kPrefetchChunks = 2;    // how far ahead of its use a chunk of codes is fetched
+constexpr int kChunkBlocks = 8;  // 256 features
+constexpr int kMaxTile = 6;  // tokens of a tile: 2 x 6 integer and 2 x 6 float accumulators fill 32 registers
+constexpr int kMaxTokens = 192;     // tokens that share a pass over the weights: 24 KiB of accumulators
+constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
 
 // Expanded scales of one chunk, [sum][group][16].
 struct ChunkScales {
@@ -31,7 +32,9 @@ TELLIN_INLINE __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(word);
 }
 
-TELLIN_INLINE __m512 broadcast_float(const float* p) { return _mm512_set1_ps(*p); }
+TELLIN_INLINE __m512 broadcast_float(const float* p) {
+  return _mm512_set1_ps(*p);
+}
 
 // Adds quad kQuad of a block's codes to the integer sums.
 template <QuantType T, int kQuad, int kGroups, int kTokens>
@@ -50,7 +53,8 @@ TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const uint
 
 // Integer sums start at minus zero point x sum of the activations.
 template <QuantType T, int kGroups, int kTokens>
-TELLIN_INLINE void begin_sums(const uint8_t* x, int64_t row_bytes, int half, __m512i (&sum)[kGroups][kTokens]) {
+TELLIN_INLINE void begin_sums(const uint8_t* x, int64_t row_bytes, int half,
+                              __m512i (&sum)[kGroups][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
@@ -91,7 +95,8 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const uin
         const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
         acc[g][t] = _mm512_fmadd_ps(product, broadcast_float(&block->scale), acc[g][t]);
         if constexpr (kFormat.has_min) {
-          acc[g][t] = _mm512_fmadd_ps(_mm512_load_ps(minimum[0][g]), broadcast_float(&block->scaled_sum), acc[g][t]);
+          acc[g][t] =
+              _mm512_fmadd_ps(_mm512_load_ps(minimum[0][g]), broadcast_float(&block->scaled_sum), acc[g][t]);
         }
       }
     }
@@ -120,8 +125,10 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const uin
       for (int g = 0; g < kGroups; ++g) {
         __m512 p = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[1][g]), product[g][t]);
         if constexpr (kFormat.has_min) {
-          p = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(block->neg_sums[0])), _mm512_load_ps(minimum[0][g]), p);
-          p = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(block->neg_sums[1])), _mm512_load_ps(minimum[1][g]), p);
+          p = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(block->neg_sums[0])),
+                               _mm512_load_ps(minimum[0][g]), p);
+          p = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(block->neg_sums[1])),
+                               _mm512_load_ps(minimum[1][g]), p);
         }
         acc[g][t] = _mm512_fmadd_ps(p, broadcast_float(&block->scale), acc[g][t]);
       }
@@ -131,9 +138,9 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const uin
 
 // Runs a tile over `num_supers` super-blocks of a chunk. acc: [kTokens][kGroups][16], 64-byte aligned.
 template <QuantType T, int kGroups, int kTokens>
-__attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetch, size_t group_bytes, int num_supers,
-                                        const uint8_t* x, int64_t row_bytes, const ChunkScales& scales, bool is_first,
-                                        float* acc_io) {
+__attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetch, size_t group_bytes,
+                                        int num_supers, const uint8_t* x, int64_t row_bytes,
+                                        const ChunkScales& scales, bool is_first, float* acc_io) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kSums = kFormat.per16() ? 2 : 1;
   __m512 acc[kGroups][kTokens];
@@ -144,8 +151,8 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
       acc[g][t] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(acc_io + (t * kGroups + g) * kRows);
     }
   }
-  const float(*scale)[4][kRows] = scales.scale;
-  const float(*minimum)[4][kRows] = scales.minimum;
+  const float (*scale)[4][kRows] = scales.scale;
+  const float (*minimum)[4][kRows] = scales.minimum;
   for (int s = 0; s < num_supers; ++s) {
     const uint8_t* codes = w + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b) {
@@ -154,7 +161,8 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
 #pragma GCC unroll 4
         for (int g = 0; g < kGroups; ++g) {
 #pragma GCC unroll 10
-          for (int i = 0; i < (kStep + 63) / 64; ++i) __builtin_prefetch(prefetch + g * group_bytes + 64 * i, 0, 3);
+          for (int i = 0; i < (kStep + 63) / 64; ++i)
+            __builtin_prefetch(prefetch + g * group_bytes + 64 * i, 0, 3);
         }
         prefetch += kStep;
       }
@@ -234,8 +242,8 @@ void run_groups(const Int8Problem& p, int64_t m0, int tokens, int64_t g0) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
       const uint8_t* rows = x + t0 * p.x.row_bytes;
       float* tile_acc = acc + t0 * kGroups * kRows;
-      run_tile_of<T, kGroups>(t1 - t0, w, i == 0 ? prefetch : nullptr, group_bytes, chunk, rows, p.x.row_bytes, scales,
-                              s0 == 0, tile_acc);
+      run_tile_of<T, kGroups>(t1 - t0, w, i == 0 ? prefetch : nullptr, group_bytes, chunk, rows,
+                              p.x.row_bytes, scales, s0 == 0, tile_acc);
     }
     w += chunk * kFormat.super_bytes();
     x += chunk * kFormat.blocks() * sizeof(ActBlock);
@@ -245,14 +253,15 @@ void run_groups(const Int8Problem& p, int64_t m0, int tokens, int64_t g0) {
       const int64_t column = (g0 + g) * kRows;
       const int64_t left = p.w.n - column;
       const auto mask = static_cast<__mmask16>(left >= kRows ? 0xffff : (1 << left) - 1);
-      _mm512_mask_storeu_ps(p.out + (m0 + t) * p.ldo + column, mask, _mm512_load_ps(acc + (t * kGroups + g) * kRows));
+      _mm512_mask_storeu_ps(p.out + (m0 + t) * p.ldo + column, mask,
+                            _mm512_load_ps(acc + (t * kGroups + g) * kRows));
     }
   }
 }
 
 template <QuantType T>
-void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
-                 float* out, int64_t ldo) {
+void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                 int64_t g1, float* out, int64_t ldo) {
   const Int8Problem problem = {w, x, out, ldo};
   const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
   for (int64_t i = 0; i < num_passes; ++i) {

@@ -6,12 +6,15 @@
 namespace tellin {
 namespace {
 
-size_t quantized_row_bytes(int64_t k) { return static_cast<size_t>((k + 255) / 256) * 8 * sizeof(ActBlock); }
+size_t quantized_row_bytes(int64_t k) {
+  return static_cast<size_t>((k + 255) / 256) * 8 * sizeof(ActBlock);
+}
 
 TELLIN_INLINE void quantize_block(__m512 a, __m512 b, ActBlock* out) {
   const __m512 abs_a = _mm512_abs_ps(a), abs_b = _mm512_abs_ps(b);
   const __m512 largest = _mm512_set1_ps(__FLT_MAX__);
-  const __mmask16 finite = _mm512_cmp_ps_mask(abs_a, largest, _CMP_LE_OQ) & _mm512_cmp_ps_mask(abs_b, largest, _CMP_LE_OQ);
+  const __mmask16 finite =
+      _mm512_cmp_ps_mask(abs_a, largest, _CMP_LE_OQ) & _mm512_cmp_ps_mask(abs_b, largest, _CMP_LE_OQ);
   const float amax = _mm512_reduce_max_ps(_mm512_max_ps(abs_a, abs_b));
   float inverse = 0.0f, scale = 0.0f;
   if (__builtin_expect(amax >= 0x1p-100f, 1)) {  // below, 127 / amax would overflow: zero for every purpose
@@ -24,7 +27,8 @@ TELLIN_INLINE void quantize_block(__m512 a, __m512 b, ActBlock* out) {
     a = b = _mm512_setzero_ps();
   }
   const __m512 factor = _mm512_set1_ps(inverse);
-  const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
+  const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)),
+                qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out->q), _mm512_cvtepi32_epi8(qa));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out->q + 16), _mm512_cvtepi32_epi8(qb));
   const int32_t sum_a = _mm512_reduce_add_epi32(qa), sum_b = _mm512_reduce_add_epi32(qb);
