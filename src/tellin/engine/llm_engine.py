@@ -456,7 +456,6 @@ class LLMEngine:
             self._last_log_time = now
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the model can do: generate, embed, ..."""
         if self._supported_tasks is None:
             self._supported_tasks = tuple(self.engine_core.call_utility("get_supported_tasks"))
         return self._supported_tasks

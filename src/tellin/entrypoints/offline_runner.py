@@ -1,0 +1,194 @@
+"""Runs the prompts of one call to the end, in order, with all-or-nothing or per-prompt errors.
+
+Shared by all calls of an `LLM`. Knows requests and outputs, not what they are for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from tellin.engine.llm_engine import LLMEngine
+from tellin.engine.output_processor import Output
+from tellin.engine.prompts import RenderedPrompt
+from tellin.engine.request_handle import RequestHandle
+from tellin.entrypoints.engine_driver import EngineDriver, Inbox
+from tellin.entrypoints.progress import GenerationBar, UseTqdm, rendering
+from tellin.exceptions import InvalidParameterError, TellinError
+from tellin.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
+from tellin.protocol import LoRARequest
+from tellin.sampling_params import PoolingParams, SamplingParams
+
+OnError = Literal["raise", "return"]
+Params = SamplingParams | PoolingParams
+LoRAPerPrompt = LoRARequest | Sequence[LoRARequest | None] | None
+PriorityPerPrompt = int | Sequence[int] | None
+
+
+@dataclass
+class Item:
+    """One prompt of a call: what was asked, and its result."""
+
+    prompt: Any
+    handle: RequestHandle | None = None
+    output: Output | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What a call says about all its prompts; scalars, or one value per prompt."""
+
+    lora_request: LoRAPerPrompt = None
+    priority: PriorityPerPrompt = None
+    use_tqdm: UseTqdm = False
+    on_error: OnError = "raise"
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ("raise", "return"):
+            raise InvalidParameterError(
+                f"on_error must be 'raise' or 'return', got {self.on_error!r}",
+                parameter="on_error",
+                value=self.on_error,
+            )
+
+
+class OfflineRunner:
+    """Submits prompts to an engine and collects their outputs. Thread-safe."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.driver = EngineDriver(engine)
+        self._request_counter = itertools.count()
+
+    def run(
+        self,
+        prompts: Sequence[Any],
+        render: Callable[[Any], RenderedPrompt],
+        params: Sequence[Params],
+        options: RunOptions,
+    ) -> list[Any]:
+        """Outputs in the order of the prompts."""
+        items = [Item(prompt) for prompt in prompts]
+        inbox = Inbox()
+        self.submit(items, render, params, options, inbox)
+        return self.collect(items, inbox, options)
+
+    def submit(
+        self,
+        items: Sequence[Item],
+        render: Callable[[Any], RenderedPrompt],
+        params: Sequence[Params],
+        options: RunOptions,
+        inbox: Inbox,
+    ) -> None:
+        """Render and add each prompt before the next. All, or (with ``raise``) nothing is added.
+
+        Raises:
+            RequestError: a prompt or parameter is not acceptable.
+        """
+        loras = one_per_prompt("lora_request", options.lora_request, len(items))
+        priorities = one_per_prompt("priority", options.priority or 0, len(items))
+        jobs = zip(items, params, loras, priorities, strict=True)
+        try:
+            for item, param, lora, priority in rendering(jobs, len(items), options.use_tqdm):
+                try:
+                    item.handle = self.add(render(item.prompt), param, lora, priority, inbox)
+                except TellinError as error:
+                    if options.on_error == "raise":
+                        raise
+                    request_id = str(next(self._request_counter))
+                    item.output = _error_output(item.prompt, request_id, param, error)
+        except BaseException:
+            self._abort(items)
+            raise
+
+    def add(
+        self,
+        prompt: RenderedPrompt,
+        params: Params,
+        lora_request: LoRARequest | None,
+        priority: int,
+        inbox: Inbox,
+    ) -> RequestHandle:
+        """Add one request whose outputs go to ``inbox``."""
+        with self.driver.exclusive() as engine:
+            handle = engine.add_request(
+                str(next(self._request_counter)),
+                prompt,
+                params,
+                lora_request=lora_request,
+                priority=priority,
+            )
+            self.driver.register(handle, inbox)
+        return handle
+
+    def collect(self, items: Sequence[Item], inbox: Inbox, options: RunOptions) -> list[Output]:
+        """Step the engine until all items have their output.
+
+        Raises:
+            TellinError: with ``raise``, that of the first request that failed; nothing is left.
+        """
+        by_id = {item.handle.external_id: item for item in items if item.handle is not None}
+        bar = GenerationBar(self._num_sequences(by_id), options.use_tqdm)
+        num_open = len(by_id)
+        try:
+            while num_open:
+                self.driver.wait(inbox)
+                output = inbox.outputs.popleft()
+                if not output.finished:
+                    continue
+                if output.error is not None and options.on_error == "raise":
+                    raise output.error
+                by_id[output.request_id].output = output
+                num_open -= 1
+                bar.update(output)
+        except BaseException:
+            self._abort(items)
+            raise
+        finally:
+            bar.close()
+        return [cast("Output", item.output) for item in items]
+
+    def _num_sequences(self, by_id: Mapping[str, Item]) -> int:
+        live = self.driver.engine.output_processor.external_req_ids
+        return sum(len(live.get(request_id, ())) for request_id in by_id)
+
+    def _abort(self, items: Sequence[Item]) -> None:
+        self.driver.abort([item.handle for item in items if item.handle is not None])
+
+
+def one_per_prompt(name: str, given: Any, num_prompts: int) -> list[Any]:
+    """A scalar for all prompts, or a sequence with one for each.
+
+    Raises:
+        InvalidParameterError: the sequence has another length.
+    """
+    if isinstance(given, Iterable) and not isinstance(given, str | Mapping):
+        values = list(given)
+        if len(values) != num_prompts:
+            raise InvalidParameterError(
+                f"{name} has {len(values)} entries for {num_prompts} prompts; "
+                "give one for all or one for each",
+                parameter=name,
+                value=len(values),
+            )
+        return values
+    return [given] * num_prompts
+
+
+def _error_output(prompt: Any, request_id: str, params: Params, error: TellinError) -> Output:
+    """The result of a prompt that was refused."""
+    if isinstance(params, PoolingParams):
+        return PoolingRequestOutput(
+            request_id, PoolingOutput([]), [], True, error=error, finish_reason="error"
+        )
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt if isinstance(prompt, str) else None,
+        prompt_token_ids=None,
+        prompt_logprobs=None,
+        outputs=[CompletionOutput(0, "", [], finish_reason="error")],
+        finished=True,
+        error=error,
+    )
