@@ -185,10 +185,7 @@ class LLMEngine:
             EngineDeadError, EngineClosedError: there is no engine any more.
         """
         if not isinstance(request_id, str):
-            got = type(request_id).__name__
-            raise InvalidTypeError(
-                f"request_id must be a string, got {got}", parameter="request_id"
-            )
+            raise InvalidTypeError(f"request_id must be a string, got {type(request_id).__name__}")
         self._check_open()
         num_truncated = 0
         if isinstance(prompt, EngineCoreRequest):

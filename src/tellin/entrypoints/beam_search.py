@@ -5,6 +5,7 @@ Knows scores and beams; requests are run by the `LLM` like any others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ def beam_score(beam: BeamSearchSequence, length_penalty: float, eos_token_id: in
     length = len(beam.tokens)
     if beam.tokens and beam.tokens[-1] == eos_token_id:
         length -= 1
-    return beam.cum_logprob / max(1, length) ** length_penalty
+    return beam.cum_logprob / math.pow(max(1, length), length_penalty)
 
 
 def search_beams(
@@ -74,6 +75,13 @@ def search_beams(
 
 def _advance(llm: LLM, searches: Sequence[_Search], params: BeamSearchParams) -> None:
     """Extend every live beam of every search by one token."""
+    max_model_len = llm.model_config.max_model_len
+    for search in searches:  # beams that fill the context end here
+        full = [beam for beam in search.live if len(beam.tokens) >= max_model_len]
+        for beam in full:
+            beam.finish_reason = "length"
+        search.completed += full
+        search.live = [beam for beam in search.live if len(beam.tokens) < max_model_len]
     beams = [(search, beam) for search in searches for beam in search.live]
     step_params = SamplingParams(
         max_tokens=1,

@@ -313,7 +313,7 @@ class LLM(PoolingCalls):
     def _sampling_params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
     ) -> list[SamplingParams]:
-        """One object per prompt, with nothing emitted before the end. The caller's stay untouched."""
+        """Clones, one per prompt, that emit nothing before the end."""
         params = self.get_default_sampling_params() if given is None else given
         result = []
         for item in one_per_prompt("sampling_params", params, num_prompts):

@@ -143,9 +143,9 @@ def _with_task(params: Any, task: str) -> PoolingParams:
             parameter="task",
             value=params.task,
         )
-    params = params.clone()
-    params.task = task
-    return params
+    clone = params.clone()
+    clone.task = task
+    return clone
 
 
 def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
