@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tellin.loading.model_source import ModelSource, open_metadata, open_model
     from tellin.loading.store import StoredModel, list_models, pull, resolve_model
     from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
+    from tellin.loading.tokenizer import Tokenizer, load_tokenizer
 
 _MODULES = {
     "ModelHParams": "tensors",
@@ -23,7 +24,9 @@ _MODULES = {
     "RopeScaling": "tensors",
     "StoredModel": "store",
     "TensorRef": "tensors",
+    "Tokenizer": "tokenizer",
     "list_models": "store",
+    "load_tokenizer": "tokenizer",
     "open_metadata": "model_source",
     "open_model": "model_source",
     "pull": "store",
@@ -38,7 +41,9 @@ __all__ = [
     "RopeScaling",
     "StoredModel",
     "TensorRef",
+    "Tokenizer",
     "list_models",
+    "load_tokenizer",
     "open_metadata",
     "open_model",
     "pull",

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tellin.exceptions import ModelLoadError
+from tellin.loading.gguf import StringArray
 from tellin.loading.typed_mapping import TypedMapping
 
 _END_TEXTS = frozenset(
@@ -78,6 +79,18 @@ class GGUFVocabulary:
                 f"{self.path}: tokenizer.ggml.scores holds values that are not finite"
             )
         return scores.astype(np.float32)
+
+    def all_tokens(self) -> list[str]:
+        """Text of every token up to `size`, by id."""
+        tokens = (
+            self.tokens.to_list() if isinstance(self.tokens, StringArray) else list(self.tokens)
+        )
+        return tokens[: self.size]
+
+    def merges(self) -> list[str]:
+        """BPE merges, each "left right", first to last."""
+        merges = self.metadata.get_strings("tokenizer.ggml.merges")
+        return merges.to_list() if isinstance(merges, StringArray) else list(merges)
 
     def ids_of_type(self, *types: TokenType) -> list[int]:
         """Ids of all tokens of these kinds, ascending."""

@@ -137,12 +137,12 @@ def metadata_from_folder(folder: Path, hparams: ModelHParams, num_bytes: int) ->
     tokenizer_config = read_optional_json_object(folder / "tokenizer_config.json") or none
     inventory = _TokenInventory.read(folder / "tokenizer.json")
     eos = [
-        *inventory.find(_token_text(tokenizer_config, "eos_token")),
+        *inventory.find(token_text(tokenizer_config, "eos_token")),
         *_ids(generation, "eos_token_id"),
         *_ids(config, "eos_token_id"),
     ]
     bos = [
-        *inventory.find(_token_text(tokenizer_config, "bos_token")),
+        *inventory.find(token_text(tokenizer_config, "bos_token")),
         *_ids(config, "bos_token_id"),
     ]
     return ModelMetadata(
@@ -201,7 +201,7 @@ class _TokenInventory:
         return [self.added[text]] if text is not None and text in self.added else []
 
 
-def _token_text(config: TypedMapping, key: str) -> str | None:
+def token_text(config: TypedMapping, key: str) -> str | None:
     """A special token's text: a string, or an object with ``content``."""
     if not config.has(key):
         return None
