@@ -1,0 +1,135 @@
+// AVX2: quads of codes out of the packed planes, and block scales out of the headers.
+//
+// A 64-byte packed vector is two registers: half 0 is rows [0, 8), half 1 rows [8, 16).
+#pragma once
+#include <immintrin.h>
+
+#include "tellin/packed_format.h"
+
+#define TELLIN_INLINE inline __attribute__((always_inline))
+
+namespace tellin {
+namespace {
+
+constexpr int kHalfBytes = 32;
+constexpr int kHalfRows = 8;
+
+TELLIN_INLINE __m256i load_half(const uint8_t* p) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+
+// Moves bit `from` of every byte to bit `to` (neighbouring bits spill over: mask afterwards).
+template <int from, int to>
+TELLIN_INLINE __m256i move_bits(__m256i v) {
+  if constexpr (from < to) {
+    return _mm256_slli_epi16(v, to - from);
+  } else if constexpr (from > to) {
+    return _mm256_srli_epi16(v, from - to);
+  } else {
+    return v;
+  }
+}
+
+TELLIN_INLINE __m256i or_masked(__m256i base, __m256i v, int mask) {
+  return _mm256_or_si256(base, _mm256_and_si256(v, _mm256_set1_epi8(static_cast<char>(mask))));
+}
+
+// Unsigned codes of quad kQuad (8 rows x 4 features) of a packed block; `block` points to the half's first
+// byte.
+template <int kBits, int kQuad>
+TELLIN_INLINE __m256i load_quad(const uint8_t* block) {
+  if constexpr (kBits == 8) {
+    return load_half(block + kVectorBytes * kQuad);
+  } else if constexpr (kBits <= 3) {
+    const __m256i pairs = load_half(block + kVectorBytes * (kQuad / 4));
+    const __m256i low = _mm256_and_si256(move_bits<2 * (kQuad % 4), 0>(pairs), _mm256_set1_epi8(3));
+    if constexpr (kBits == 2) return low;
+    return or_masked(low, move_bits<kQuad, 2>(load_half(block + kVectorBytes * 2)), 4);
+  } else {
+    const __m256i nibbles = load_half(block + kVectorBytes * (kQuad % 4));
+    const __m256i low = _mm256_and_si256(move_bits<kQuad / 4 * 4, 0>(nibbles), _mm256_set1_epi8(15));
+    if constexpr (kBits == 4) return low;
+    if constexpr (kBits == 5)
+      return or_masked(low, move_bits<kQuad, 4>(load_half(block + kVectorBytes * 4)), 16);
+    return or_masked(low, move_bits<2 * (kQuad % 4), 4>(load_half(block + kVectorBytes * (4 + kQuad / 4))),
+                     48);
+  }
+}
+
+TELLIN_INLINE __m256 half_to_float8(const uint16_t* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+TELLIN_INLINE __m256 bytes_to_float8(const uint8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+TELLIN_INLINE __m256 signed_bytes_to_float8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+// Writes the first `rows` (at most 16) of a group's results.
+TELLIN_INLINE void store_rows(const float* acc, int64_t rows, float* out) {
+  if (rows >= kRows) {
+    _mm256_storeu_ps(out, _mm256_load_ps(acc));
+    _mm256_storeu_ps(out + kHalfRows, _mm256_load_ps(acc + kHalfRows));
+  } else {
+    for (int64_t r = 0; r < rows; ++r) out[r] = acc[r];
+  }
+}
+
+// Scales and minima of the 16 rows for every sum of a super-block: [blocks][1 or 2 (per 16)][16].
+template <QuantType T>
+TELLIN_INLINE void expand_scales(const uint8_t* super_block, float (*scale)[kRows], float (*minimum)[kRows]) {
+  constexpr PackedFormat kFormat = format_of(T);
+  const __m256 zero = _mm256_setzero_ps();
+  for (int r = 0; r < kRows; r += kHalfRows) {
+    if constexpr (kFormat.scales == ScaleKind::kHalf32) {
+      const auto* h = reinterpret_cast<const uint16_t*>(super_block);
+      for (int b = 0; b < 2; ++b) {
+        _mm256_store_ps(scale[b] + r, half_to_float8(h + kRows * b + r));
+        if (kFormat.has_min) _mm256_store_ps(minimum[b] + r, half_to_float8(h + kRows * (2 + b) + r));
+      }
+    } else if constexpr (kFormat.scales == ScaleKind::kSixBit32) {
+      const auto* h = reinterpret_cast<const SixBitHeader*>(super_block);
+      const __m256 d = half_to_float8(h->d + r), dmin = _mm256_sub_ps(zero, half_to_float8(h->dmin + r));
+      alignas(32) uint8_t s[8][kRows], m[8][kRows];
+      const __m256i m15 = _mm256_set1_epi8(15);
+      for (int v = 0; v < 2; ++v) {  // two blocks of 16 rows in a register
+        const __m256i high = load_half(h->high[2 * v]);
+        const __m256i low0 = load_half(h->low[2 * v]), low1 = load_half(h->low[4 + 2 * v]);
+        const auto store = [](uint8_t* to, __m256i x) {
+          _mm256_store_si256(reinterpret_cast<__m256i*>(to), x);
+        };
+        const auto nibble = [&](__m256i x) { return _mm256_and_si256(x, m15); };
+        store(s[2 * v], or_masked(nibble(low0), _mm256_slli_epi16(high, 4), 48));
+        store(m[2 * v], or_masked(nibble(_mm256_srli_epi16(low0, 4)), _mm256_slli_epi16(high, 2), 48));
+        store(s[4 + 2 * v], or_masked(nibble(low1), high, 48));
+        store(m[4 + 2 * v], or_masked(nibble(_mm256_srli_epi16(low1, 4)), _mm256_srli_epi16(high, 2), 48));
+      }
+      for (int b = 0; b < 8; ++b) {
+        _mm256_store_ps(scale[b] + r, _mm256_mul_ps(d, bytes_to_float8(s[b] + r)));
+        _mm256_store_ps(minimum[b] + r, _mm256_mul_ps(dmin, bytes_to_float8(m[b] + r)));
+      }
+    } else if constexpr (kFormat.scales == ScaleKind::kInt8Per16) {
+      const auto* h = reinterpret_cast<const Int8Per16Header*>(super_block);
+      const __m256 d = _mm256_loadu_ps(h->d + r);
+      for (int j = 0; j < 16; ++j) {
+        _mm256_store_ps(scale[j] + r, _mm256_mul_ps(d, signed_bytes_to_float8(h->scale[j] + r)));
+      }
+    } else {
+      const auto* h = reinterpret_cast<const Nibble16Header*>(super_block);
+      const __m256 d = half_to_float8(h->d + r), dmin = _mm256_sub_ps(zero, half_to_float8(h->dmin + r));
+      for (int j = 0; j < 16; ++j) {
+        const __m256i both =
+            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(h->scale_min[j] + r)));
+        const __m256i s = _mm256_and_si256(both, _mm256_set1_epi32(15)), m = _mm256_srli_epi32(both, 4);
+        _mm256_store_ps(scale[j] + r, _mm256_mul_ps(d, _mm256_cvtepi32_ps(s)));
+        _mm256_store_ps(minimum[j] + r, _mm256_mul_ps(dmin, _mm256_cvtepi32_ps(m)));
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tellin

@@ -1,0 +1,298 @@
+// AVX2: packed codes x int8 activations.
+//
+// Work is cut into chunks of 256 features of one group (16 rows). A chunk's codes are unpacked once to bytes
+// in L1 and its scales to floats, then every tile of tokens runs over the chunk, its float accumulators
+// parked in L1. So a chunk is read from memory once for all tokens, and memory streams while tiles compute.
+//
+// vpmaddubsw adds two products of an unsigned code and a signed activation in int16. How many such results
+// fit into int16 (activations are within +-127): codes up to 15: 8 results (8 * 2 * 15 * 127 = 30480); up to
+// 31: 4 (31496); up to 63: 2 (32004). 8-bit codes are multiplied as two nibbles. So sums stay exact and are
+// widened as rarely as possible.
+//
+// A value is the same sequence of roundings as in the AVX-512 variant (see avx512/linear_int8.h).
+#pragma once
+#include "codes.h"
+#include "tellin/linear.h"
+
+namespace tellin {
+namespace {
+
+constexpr int kChunkBlocks = 8;  // 256 features
+constexpr int kMaxTile =
+    4;  // tokens of a tile: 2 halves x 4 tokens of int16 sums, 2 code registers, 1 activation
+constexpr int kMaxTokens = 256;     // tokens that share an unpacked chunk: 16 KiB of accumulators
+constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
+
+// One unpacked chunk. Offsets differ modulo 4 KiB from the activations' by the records' odd size.
+struct Chunk {
+  alignas(64) uint8_t codes[kChunkBlocks][8][kVectorBytes];
+  alignas(64) float scale[2 * kChunkBlocks][kRows];
+  alignas(64) float minimum[2 * kChunkBlocks][kRows];
+};
+
+// In-place operations: the compiler would re-associate sums of intrinsics into trees and spill.
+TELLIN_INLINE void add_int16(__m256i& sum, __m256i v) {
+  asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(v));
+}
+TELLIN_INLINE void add_int32(__m256i& sum, __m256i v) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(v));
+}
+TELLIN_INLINE __m256i broadcast_word(const void* p) {
+  __m256i v;
+  asm("vpbroadcastd %1, %0" : "=x"(v) : "m"(*static_cast<const int32_t*>(p)));
+  return v;
+}
+
+// Adds quads [kQuad, kEnd) of a block to int16 sums: sum[half][token] = or += products.
+template <int kQuad, int kEnd, int kTokens>
+TELLIN_INLINE void add_quads(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
+                             bool is_first, __m256i (&sum)[2][kTokens]) {
+  if constexpr (kQuad < kEnd) {
+    const __m256i w0 = load_half(codes[kQuad]), w1 = load_half(codes[kQuad] + kHalfBytes);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      const __m256i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
+      const __m256i p0 = _mm256_maddubs_epi16(w0, y), p1 = _mm256_maddubs_epi16(w1, y);
+      if (is_first) {
+        sum[0][t] = p0;
+        sum[1][t] = p1;
+      } else {
+        add_int16(sum[0][t], p0);
+        add_int16(sum[1][t], p1);
+      }
+    }
+    asm volatile("" ::: "memory");  // keeps the loads of later quads from being hoisted
+    add_quads<kQuad + 1, kEnd>(codes, x, row_bytes, false, sum);
+  }
+}
+
+// 8-bit codes: products of the low and high nibbles of half kHalf.
+template <int kQuad, int kTokens>
+TELLIN_INLINE void add_nibble_quads(const uint8_t* codes, const uint8_t* x, int64_t row_bytes,
+                                    __m256i (&low)[kTokens], __m256i (&high)[kTokens]) {
+  if constexpr (kQuad < 8) {
+    const __m256i w = load_half(codes + kVectorBytes * kQuad), m15 = _mm256_set1_epi8(15);
+    const __m256i w_low = _mm256_and_si256(w, m15), w_high = _mm256_and_si256(_mm256_srli_epi16(w, 4), m15);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      const __m256i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
+      const __m256i p_low = _mm256_maddubs_epi16(w_low, y), p_high = _mm256_maddubs_epi16(w_high, y);
+      if (kQuad == 0) {
+        low[t] = p_low;
+        high[t] = p_high;
+      } else {
+        add_int16(low[t], p_low);
+        add_int16(high[t], p_high);
+      }
+    }
+    asm volatile("" ::: "memory");
+    add_nibble_quads<kQuad + 1>(codes, x, row_bytes, low, high);
+  }
+}
+
+// Exact int32 sums over quads [kQuad, kEnd) of a block.
+template <int kBits, int kQuad, int kEnd, int kTokens>
+TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
+                              __m256i (&sum)[2][kTokens]) {
+  const __m256i one = _mm256_set1_epi16(1);
+  if constexpr (kBits == 8) {
+    const __m256i sixteen = _mm256_set1_epi16(16);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      __m256i low[kTokens], high[kTokens];
+      add_nibble_quads<0>(codes[0] + half * kHalfBytes, x, row_bytes, low, high);
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) {
+        sum[half][t] = _mm256_madd_epi16(low[t], one);
+        add_int32(sum[half][t], _mm256_madd_epi16(high[t], sixteen));
+      }
+    }
+  } else {
+    constexpr int kStep = kBits <= 4 ? 8 : kBits == 5 ? 4 : 2;
+    constexpr int kStop = kQuad + kStep < kEnd ? kQuad + kStep : kEnd;
+    add_quads<kQuad, kStop>(codes, x, row_bytes, true, sum);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      sum[0][t] = _mm256_madd_epi16(sum[0][t], one);
+      sum[1][t] = _mm256_madd_epi16(sum[1][t], one);
+    }
+    if constexpr (kStop < kEnd) {
+      __m256i rest[2][kTokens];
+      block_sums<kBits, kStop, kEnd>(codes, x, row_bytes, rest);
+#pragma GCC unroll 4
+      for (int t = 0; t < kTokens; ++t) {
+        add_int32(sum[0][t], rest[0][t]);
+        add_int32(sum[1][t], rest[1][t]);
+      }
+    }
+  }
+}
+
+TELLIN_INLINE __m256 broadcast_float(const float* p) {
+  return _mm256_broadcast_ss(p);
+}
+
+// Minus zero point x sum of the activations.
+template <QuantType T>
+TELLIN_INLINE __m256i zero_point_term(const ActBlock* block, int half) {
+  constexpr PackedFormat kFormat = format_of(T);
+  __m256i term = broadcast_word(&block->neg_sums[half]);
+  if constexpr (!kFormat.per16()) term = _mm256_add_epi32(term, broadcast_word(&block->neg_sums[1]));
+  return _mm256_slli_epi32(term, kFormat.zero_point_log2);
+}
+
+// One 32-feature block added to acc [kTokens][16].
+template <QuantType T, int kTokens>
+TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
+                             const float (*scale)[kRows], const float (*minimum)[kRows], float* acc) {
+  constexpr PackedFormat kFormat = format_of(T);
+  __m256i sum[2][kTokens];
+  __m256 product[2][kTokens];
+  if constexpr (kFormat.per16()) {
+    block_sums<kFormat.bits, 0, 4>(codes, x, row_bytes, sum);
+#pragma GCC unroll 4
+    for (int t = 0; t < kTokens; ++t) {
+      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        if constexpr (kFormat.zero_point_log2 >= 0) add_int32(sum[h][t], zero_point_term<T>(block, 0));
+        product[h][t] =
+            _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), _mm256_load_ps(scale[0] + h * kHalfRows));
+      }
+    }
+    block_sums<kFormat.bits, 4, 8>(codes, x, row_bytes, sum);
+  } else {
+    block_sums<kFormat.bits, 0, 8>(codes, x, row_bytes, sum);
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < kTokens; ++t) {
+    const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      constexpr int kLast = kFormat.per16() ? 1 : 0;
+      if constexpr (kFormat.zero_point_log2 >= 0) add_int32(sum[h][t], zero_point_term<T>(block, kLast));
+      const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
+      const __m256 s = _mm256_load_ps(scale[kLast] + h * kHalfRows);
+      float* const a = acc + t * kRows + h * kHalfRows;
+      __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
+      if constexpr (kFormat.per16() && kFormat.has_min) {
+        for (int i = 0; i < 2; ++i) {
+          const __m256 neg = _mm256_set1_ps(static_cast<float>(block->neg_sums[i]));
+          p = _mm256_fnmadd_ps(neg, _mm256_load_ps(minimum[i] + h * kHalfRows), p);
+        }
+      }
+      __m256 result = _mm256_fmadd_ps(p, broadcast_float(&block->scale), _mm256_load_ps(a));
+      if constexpr (!kFormat.per16() && kFormat.has_min) {
+        result = _mm256_fmadd_ps(_mm256_load_ps(minimum[0] + h * kHalfRows),
+                                 broadcast_float(&block->scaled_sum), result);
+      }
+      _mm256_store_ps(a, result);
+    }
+  }
+  asm volatile("" ::: "memory");
+}
+
+// Runs a tile over the blocks of a chunk. acc: [kTokens][16], 32-byte aligned.
+template <QuantType T, int kTokens>
+__attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t (*codes)[8][kVectorBytes],
+                                        const uint8_t* prefetch, int num_blocks, const uint8_t* x,
+                                        int64_t row_bytes, float* acc) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kSums = kFormat.per16() ? 2 : 1;
+  constexpr int kStep = kFormat.super_bytes() / kFormat.blocks();
+  for (int b = 0; b < num_blocks; ++b) {
+    if (prefetch != nullptr) {
+#pragma GCC unroll 10
+      for (int i = 0; i < kStep; i += 64) __builtin_prefetch(prefetch + i, 0, 3);
+      prefetch += kStep;
+    }
+    add_block<T, kTokens>(codes[b], x, row_bytes, chunk.scale + b * kSums, chunk.minimum + b * kSums, acc);
+    x += sizeof(ActBlock);
+  }
+}
+
+template <int kBits, int kQuad>
+TELLIN_INLINE void unpack_quads(const uint8_t* block, uint8_t (*codes)[kVectorBytes]) {
+  if constexpr (kQuad < 8) {
+    for (int half = 0; half < 2; ++half) {
+      const __m256i quad = load_quad<kBits, kQuad>(block + half * kHalfBytes);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(codes[kQuad] + half * kHalfBytes), quad);
+    }
+    unpack_quads<kBits, kQuad + 1>(block, codes);
+  }
+}
+
+template <QuantType T>
+void unpack_chunk(const uint8_t* w, int num_supers, Chunk* chunk) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kSums = kFormat.per16() ? 2 : 1;
+  for (int s = 0; s < num_supers; ++s, w += kFormat.super_bytes()) {
+    const int first = s * kFormat.blocks();
+    expand_scales<T>(w, chunk->scale + first * kSums, chunk->minimum + first * kSums);
+    for (int b = 0; b < kFormat.blocks(); ++b) {
+      unpack_quads<kFormat.bits, 0>(w + kFormat.header_bytes() + b * kFormat.block_bytes(),
+                                    chunk->codes[first + b]);
+    }
+  }
+}
+
+struct Int8Problem {
+  const PackedMatrix& w;
+  const QuantizedRows& x;
+  float* out;
+  int64_t ldo;
+};
+
+// Tokens [m0, m0 + tokens) x group g, tokens <= kMaxTokens.
+template <QuantType T>
+void run_group(const Int8Problem& p, int64_t m0, int tokens, int64_t g) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kChunkSupers = kChunkBlocks / kFormat.blocks();
+  alignas(64) float acc[kMaxTokens * kRows];
+  Chunk chunk;
+  const int64_t num_supers = static_cast<int64_t>(p.w.group_bytes / kFormat.super_bytes());
+  const int num_tiles = (tokens + kMaxTile - 1) / kMaxTile;
+  const uint8_t* w = p.w.data + g * p.w.group_bytes;
+  const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
+  __builtin_memset(acc, 0, sizeof(float) * kRows * static_cast<size_t>(tokens));
+  for (int64_t s0 = 0; s0 < num_supers; s0 += kChunkSupers) {
+    const int supers = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
+    unpack_chunk<T>(w, supers, &chunk);
+    const uint8_t* const ahead = w + kPrefetchChunks * kChunkSupers * kFormat.super_bytes();
+    for (int i = 0; i < num_tiles; ++i) {
+      const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
+      const uint8_t* const rows = x + t0 * p.x.row_bytes;
+      switch (t1 - t0) {
+#define TELLIN_TILE(n)                                                                            \
+  case n:                                                                                         \
+    run_tile<T, n>(chunk, chunk.codes, i == 0 ? ahead : nullptr, supers * kFormat.blocks(), rows, \
+                   p.x.row_bytes, acc + t0 * kRows);                                              \
+    break;
+        TELLIN_TILE(1)
+        TELLIN_TILE(2)
+        TELLIN_TILE(3)
+        TELLIN_TILE(4)
+#undef TELLIN_TILE
+      }
+    }
+    w += supers * kFormat.super_bytes();
+    x += supers * kFormat.blocks() * sizeof(ActBlock);
+  }
+  for (int t = 0; t < tokens; ++t) {
+    store_rows(acc + t * kRows, p.w.n - g * kRows, p.out + (m0 + t) * p.ldo + g * kRows);
+  }
+}
+
+template <QuantType T>
+void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                 int64_t g1, float* out, int64_t ldo) {
+  const Int8Problem problem = {w, x, out, ldo};
+  const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
+  for (int64_t i = 0; i < num_passes; ++i) {
+    const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
+    for (int64_t g = g0; g < g1; ++g) run_group<T>(problem, begin, static_cast<int>(end - begin), g);
+  }
+}
+
+}  // namespace
+}  // namespace tellin

@@ -1,0 +1,74 @@
+// AVX2: quantisation of float32 activations to int8 records.
+#pragma once
+#include "codes.h"
+#include "tellin/linear.h"
+
+namespace tellin {
+namespace {
+
+size_t quantized_row_bytes(int64_t k) {
+  return static_cast<size_t>((k + 255) / 256) * 8 * sizeof(ActBlock);
+}
+
+TELLIN_INLINE float horizontal_max(__m256 v) {
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+}
+
+TELLIN_INLINE int32_t horizontal_sum(__m256i v) {
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
+}
+
+TELLIN_INLINE void quantize_block(const float* x, ActBlock* out) {
+  __m256 v[4];
+  const __m256 sign = _mm256_set1_ps(-0.0f), largest = _mm256_set1_ps(__FLT_MAX__);
+  __m256 amax4 = _mm256_setzero_ps(), finite = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    v[i] = _mm256_loadu_ps(x + 8 * i);
+    const __m256 a = _mm256_andnot_ps(sign, v[i]);
+    finite = _mm256_and_ps(finite, _mm256_cmp_ps(a, largest, _CMP_LE_OQ));
+    amax4 = _mm256_max_ps(amax4, a);
+  }
+  const float amax = horizontal_max(amax4);
+  float inverse = 0.0f, scale = 0.0f;
+  if (__builtin_expect(amax >= 0x1p-100f, 1)) {  // below, 127 / amax would overflow: zero for every purpose
+    inverse = 127.0f / amax;
+    scale = amax / 127.0f;
+  }
+  if (__builtin_expect(_mm256_movemask_ps(finite) != 0xff, 0)) {
+    inverse = 0.0f;
+    scale = __builtin_nanf("");
+    for (__m256& e : v) e = _mm256_setzero_ps();
+  }
+  const __m256 factor = _mm256_set1_ps(inverse);
+  __m256i q[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], factor));
+  const int32_t sum0 = horizontal_sum(_mm256_add_epi32(q[0], q[1]));
+  const int32_t sum1 = horizontal_sum(_mm256_add_epi32(q[2], q[3]));
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
+  const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q), ordered);
+  out->scale = scale;
+  out->scaled_sum = scale * static_cast<float>(sum0 + sum1);
+  out->neg_sums[0] = -sum0;
+  out->neg_sums[1] = -sum1;
+}
+
+void quantize_row(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
+  auto* blocks = reinterpret_cast<ActBlock*>(out.data + row * out.row_bytes);
+  const int64_t num_blocks = (k + 255) / 256 * 8, full = k / kBlockK;
+  for (int64_t b = 0; b < full; ++b) quantize_block(x + b * kBlockK, blocks + b);
+  for (int64_t b = full; b < num_blocks; ++b) {
+    float tail[kBlockK] = {};
+    for (int64_t i = b * kBlockK; i < k; ++i) tail[i - b * kBlockK] = x[i];
+    quantize_block(tail, blocks + b);
+  }
+}
+
+}  // namespace
+}  // namespace tellin
