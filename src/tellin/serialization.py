@@ -68,9 +68,9 @@ class Encoder:
     def _encode_array(self, array: npt.NDArray[Any]) -> msgspec.msgpack.Ext:
         import numpy as np
 
-        array = np.ascontiguousarray(array)
+        array = np.asarray(array, order="C")
         head = (array.dtype.str, array.shape)
-        if array.nbytes < self._threshold:
+        if array.nbytes < max(self._threshold, 1):
             data = msgspec.msgpack.encode((*head, array.tobytes()))
             return msgspec.msgpack.Ext(EXT_ARRAY_INLINE, data)
         self._frames.append(memoryview(array).cast("B"))
