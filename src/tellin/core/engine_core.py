@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.metadata
 import itertools
 import logging
 import queue
@@ -77,8 +78,6 @@ class EngineCore:
         failure_callback: Callable[[], None] | None,
         tokenizer_info_factory: Callable[[], Any] | None,
     ) -> None:
-        from tellin import __version__
-
         start = time.monotonic()
         executor = self.executor = executor_class(config)
         if failure_callback is not None:
@@ -96,7 +95,7 @@ class EngineCore:
         )
         info = executor.collective_rpc("get_info")[0]
         self.ready = EngineCoreReady(
-            tellin_version=__version__,
+            tellin_version=importlib.metadata.version("tellin"),
             max_model_len=sizes.max_model_len,
             num_kv_blocks=sizes.num_blocks,
             block_size=config.cache_config.block_size,

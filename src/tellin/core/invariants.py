@@ -12,6 +12,26 @@ from tellin.core.request import RequestStatus
 
 if TYPE_CHECKING:
     from tellin.core.scheduler import Scheduler
+    from tellin.step_protocol import SchedulerOutput
+
+
+def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
+    """G2, G3 and G6 of a step that was just scheduled; raises AssertionError."""
+    total = sum(step.num_scheduled_tokens.values())
+    assert total == step.total_num_scheduled_tokens, "G2: the sum differs from the total"
+    assert total <= scheduler.max_num_scheduled_tokens, "G2: more than the budget"
+    assert len(scheduler.running) <= scheduler.max_num_seqs, "G3: more running than seats"
+    assert all(n > 0 for n in step.num_scheduled_tokens.values()), "an empty share"
+    for request_id in step.num_scheduled_tokens:
+        request = scheduler.requests[request_id]
+        drafts = step.scheduled_spec_decode_tokens.get(request_id, [])
+        limit = request.num_tokens + len(drafts)
+        assert request.num_computed_tokens <= limit, f"G6: {request}"
+        assert request.num_computed_tokens <= request.num_slots, f"{request}: KV without a slot"
+    scheduled = [*(r.req_id for r in step.scheduled_cached_reqs)]
+    scheduled += [r.req_id for r in step.scheduled_new_reqs]
+    assert len(scheduled) == len(set(scheduled)), "a request is scheduled twice"
+    assert set(scheduled) == step.num_scheduled_tokens.keys(), "G10: records differ from shares"
 
 
 def check_invariants(scheduler: Scheduler) -> None:

@@ -82,6 +82,7 @@ class Request:
         "first_output_pending",
         "has_fast_update",
         "in_flight_range",
+        "last_drafted_at",
         "lora_generation",
         "lora_request",
         "max_tokens",
@@ -92,6 +93,8 @@ class Request:
         "num_cached_blocks",
         "num_computed_tokens",
         "num_deferrals",
+        "num_drafts_right",
+        "num_drafts_wrong",
         "num_missing_at_start",
         "num_nans_in_logits",
         "num_overtaken",
@@ -165,7 +168,11 @@ class Request:
         self.append_token_id = self._all_token_ids.append  # the caller counts num_tokens
         self.num_prompt_tokens = self.num_tokens = len(self._all_token_ids)
         self.num_computed_tokens = 0
+        # Drafts for the next step, and how good earlier ones were (counts that fade).
         self.spec_token_ids: list[int] = []
+        self.num_drafts_right = 0.0
+        self.num_drafts_wrong = 0.0
+        self.last_drafted_at = 0
 
         self.max_tokens = 1
         self.min_tokens = 0

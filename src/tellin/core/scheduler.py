@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from tellin.config import EngineConfig
 from tellin.core.admission import Admission
-from tellin.core.invariants import check_invariants
+from tellin.core.invariants import check_invariants, check_step
 from tellin.core.kv_cache_manager import KVCacheManager
 from tellin.core.kv_cache_metrics import KVCacheMetricsCollector
 from tellin.core.kv_events import KVEventRecorder
@@ -226,7 +226,10 @@ class Scheduler:
             for request in capped:
                 self._top_up(request, plan)
         self.plan = plan
-        return self._build_output(plan)
+        output = self._build_output(plan)
+        if self.check_invariants:
+            check_step(self, output)
+        return output
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         """One token, plus drafts, for every request of which only the last id is uncomputed.
@@ -392,7 +395,7 @@ class Scheduler:
             finished,
             preempted | plan.preempted_ids,
             grammar_ids,
-            self.num_spec_tokens,
+            self._results.spec.num_to_schedule(self.running) if self.num_spec_tokens else 0,
             plan.step_counter,
             plan.copies,
         )

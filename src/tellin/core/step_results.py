@@ -92,7 +92,11 @@ class StepResults:
         if any_stopped:
             scheduler = self._scheduler
             scheduler.running = [r for r in scheduler.running if r.status is _RUNNING]
-        if model_output.draft_token_ids:
+        if self.spec.num_spec_tokens:
+            if not plan.prefills and not plan.new:
+                self.spec.observe_step(
+                    len(plan.requests), plan.num_total, model_output.model_time_s
+                )
             self._accept_drafts(model_output)
         return outputs
 
@@ -103,8 +107,8 @@ class StepResults:
         scheduler, request_id = self._scheduler, request.request_id
         request.num_nans_in_logits = model_output.num_nans_in_logits.get(request_id, 0)
         token_ids = model_output.sampled_token_ids[index]
-        error = model_output.errors.get(request_id)
-        if error is not None:
+        error = model_output.errors.get(request_id) or _grammar_failure(request)
+        if error:
             request.error_is_client_fault = request_id in model_output.client_errors
             self._fail(request, error)
             token_ids = []
@@ -220,7 +224,8 @@ class StepResults:
             if request.num_tokens - request.num_computed_tokens != 1:
                 continue  # still in its prompt
             structured = request.structured_output_request
-            if structured is not None:
+            drafts = drafts[: self.spec.draft_limit(request)]
+            if structured is not None and drafts:
                 drafts = structured.validate_tokens(drafts)
             request.spec_token_ids = drafts
 
@@ -257,6 +262,13 @@ def _may_update_fast(request: Request) -> bool:
         and request.trace_headers is None
         and not request.events
     )
+
+
+def _grammar_failure(request: Request) -> str:
+    """A grammar whose mask could not be computed constrains nothing: its request ends."""
+    structured = request.structured_output_request
+    failure = structured.failure() if structured is not None else ""
+    return f"the grammar could not be followed: {failure}" if failure else ""
 
 
 def _reorder(model_output: ModelRunnerOutput, req_ids: list[str]) -> None:

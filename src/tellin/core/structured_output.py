@@ -57,7 +57,10 @@ class StructuredOutputBackend(Protocol):
         """A factory of matchers. Raises RequestError for what it cannot compile."""
 
     def allocate_bitmask(self, num_rows: int) -> Any:
-        """int32 ``[num_rows, ceil(vocab_size / 32)]``."""
+        """int32 ``[num_rows, ceil(vocab_size / 32)]``, allowing nothing."""
+
+    def fill_bitmasks(self, grammars: Sequence[tuple[Grammar, int]], bitmask: Any) -> None:
+        """Fill a row for each of several grammars."""
 
 
 BackendFactory = Callable[[EngineConfig, Any], StructuredOutputBackend]
@@ -121,6 +124,10 @@ class StructuredOutputRequest:
 
     def is_terminated(self) -> bool:
         return self.grammar is not None and self.grammar.is_terminated()
+
+    def failure(self) -> str:
+        """Why the grammar broke down while its mask was computed; empty while all is well."""
+        return self.grammar.error() if self.grammar is not None else ""
 
 
 class _Job:
@@ -202,9 +209,10 @@ class StructuredOutputManager:
             if item is None:
                 return
             key, job = item
-            job.started_at = time.monotonic()
             try:
-                make_grammar = self._get_backend().compile(job.params)
+                backend = self._get_backend()
+                job.started_at = time.monotonic()
+                make_grammar = backend.compile(job.params)
                 make_grammar()  # a grammar that cannot start is an error now, not in a step
             except RequestError as error:
                 self._finish(key, job, None, str(error), client_fault=True)
@@ -281,12 +289,20 @@ class StructuredOutputManager:
         drafts_of = scheduler_output.scheduled_spec_decode_tokens
         num_rows = [1 + len(drafts_of.get(request_id, ())) for request_id in request_ids]
         bitmask = backend.allocate_bitmask(sum(num_rows))
+        first_rows: list[tuple[Grammar, int]] = []
         row = 0
-        for request_id in request_ids:
+        for request_id, count in zip(request_ids, num_rows, strict=True):
             structured = requests[request_id].structured_output_request
             assert structured is not None
             assert structured.grammar is not None
-            row = _fill_rows(structured.grammar, bitmask, row, drafts_of.get(request_id, ()))
+            first_rows.append((structured.grammar, row))
+            row += count
+        backend.fill_bitmasks(first_rows, bitmask)
+        for (grammar, row), request_id in zip(first_rows, request_ids, strict=True):
+            if drafts := drafts_of.get(request_id):
+                _fill_draft_rows(grammar, bitmask, row + 1, drafts)
+            if grammar.error():
+                bitmask[row : row + 1 + len(drafts or ())] = -1  # the id is going to be dropped
         return GrammarOutput(list(request_ids), num_rows, bitmask)
 
     def shutdown(self) -> None:
@@ -302,19 +318,16 @@ class StructuredOutputManager:
         self._backend = None
 
 
-def _fill_rows(grammar: Grammar, bitmask: Any, row: int, drafts: Sequence[int]) -> int:
-    """Masks of one request from ``row`` on; returns the row after them. Leaves the state alone."""
-    grammar.fill_bitmask(bitmask, row)
+def _fill_draft_rows(grammar: Grammar, bitmask: Any, row: int, drafts: Sequence[int]) -> None:
+    """Masks of what follows each draft, from ``row`` on. Leaves the state as it was."""
     num_accepted = 0
     for draft in drafts:
-        row += 1
-        if num_accepted < 0 or not grammar.accept_tokens([draft]):
+        if not grammar.accept_tokens([draft]):
             raise RuntimeError(f"draft {draft} was scheduled although its grammar refuses it")
         num_accepted += 1
         grammar.fill_bitmask(bitmask, row)
-    if num_accepted:
-        grammar.rollback(num_accepted)
-    return row + 1
+        row += 1
+    grammar.rollback(num_accepted)
 
 
 def _resolve(structured: StructuredOutputRequest, make_grammar: Callable[[], Grammar]) -> None:
