@@ -253,10 +253,10 @@ def _scheduler_config(
             "long_prefill_token_threshold", args.long_prefill_token_threshold, 0
         ),
         max_long_partial_prefills=check_int(
-            "max_long_partial_prefills", args.max_long_partial_prefills, 1
+            "max_long_partial_prefills", args.max_long_partial_prefills, 0
         ),
         max_num_partial_prefills=check_int(
-            "max_num_partial_prefills", args.max_num_partial_prefills, 1
+            "max_num_partial_prefills", args.max_num_partial_prefills, 0
         ),
         stream_interval=check_int("stream_interval", args.stream_interval, 1),
         watermark=check_float("watermark", args.watermark, 0, 1),
