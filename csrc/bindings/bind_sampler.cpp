@@ -1,4 +1,5 @@
-// Python API of the sampler. Arrays are checked here: every index a row uses lies inside the arrays it is for.
+// Python API of the sampler. Arrays are checked here: every index a row uses lies inside the arrays it is
+// for.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -44,7 +45,8 @@ void set_slot(Sampler& sampler, int64_t slot, float temperature, double top_p, i
               std::vector<int32_t> stop_ids, std::vector<int32_t> bias_ids, std::vector<float> bias_values,
               std::vector<std::vector<int32_t>> bad_words, std::vector<int32_t> logprob_ids) {
   require(bias_ids.size() == bias_values.size(), "bias_ids and bias_values must have the same length");
-  for (const std::vector<int32_t>& word : bad_words) require(!word.empty(), "a bad word must have at least one id");
+  for (const std::vector<int32_t>& word : bad_words)
+    require(!word.empty(), "a bad word must have at least one id");
   SlotParams p;
   p.temperature = temperature;
   p.top_p = top_p;
@@ -72,12 +74,14 @@ void check_rows(const Sampler& sampler, const Rows<float>& logits, const Column<
   const size_t n = slots.shape(0);
   require_rows(logits, "rows of logits must be contiguous");
   require_rows(history, "rows of history must be contiguous");
-  require(static_cast<int64_t>(logits.shape(1)) >= sampler.num_ids(), "logits have fewer columns than there are ids");
+  require(static_cast<int64_t>(logits.shape(1)) >= sampler.num_ids(),
+          "logits have fewer columns than there are ids");
   require(logits_rows.shape(0) == n && history_lens.shape(0) == n && prompt_lens.shape(0) == n,
           "the row arrays must have the same length");
   require_below(logits_rows, 0, static_cast<int64_t>(logits.shape(0)), "a logits row is out of range");
   require_below(slots, 0, static_cast<int64_t>(history.shape(0)), "a slot is out of range");
-  require_below(history_lens, 0, static_cast<int64_t>(history.shape(1)) + 1, "a history length is out of range");
+  require_below(history_lens, 0, static_cast<int64_t>(history.shape(1)) + 1,
+                "a history length is out of range");
   for (size_t i = 0; i < n; ++i) {
     require(prompt_lens.data()[i] >= 0 && prompt_lens.data()[i] <= history_lens.data()[i],
             "a prompt is longer than its history");
@@ -85,13 +89,13 @@ void check_rows(const Sampler& sampler, const Rows<float>& logits, const Column<
   }
 }
 
-void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots, Column<const int32_t> logits_rows,
-            Column<const int32_t> history_lens, Column<const int32_t> prompt_lens, Rows<const int32_t> history,
-            Column<int32_t> tokens, Column<int32_t> status, int32_t stages,
-            std::optional<Rows<const int32_t>> bitmask, std::optional<Column<const int32_t>> bitmask_rows,
-            std::optional<Rows<const float>> raw, std::optional<Column<const int32_t>> raw_rows,
-            std::optional<Rows<int32_t>> logprob_ids, std::optional<Rows<float>> logprobs,
-            std::optional<Column<int32_t>> ranks) {
+void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots,
+            Column<const int32_t> logits_rows, Column<const int32_t> history_lens,
+            Column<const int32_t> prompt_lens, Rows<const int32_t> history, Column<int32_t> tokens,
+            Column<int32_t> status, int32_t stages, std::optional<Rows<const int32_t>> bitmask,
+            std::optional<Column<const int32_t>> bitmask_rows, std::optional<Rows<const float>> raw,
+            std::optional<Column<const int32_t>> raw_rows, std::optional<Rows<int32_t>> logprob_ids,
+            std::optional<Rows<float>> logprobs, std::optional<Column<int32_t>> ranks) {
   const size_t n = slots.shape(0);
   check_rows(sampler, logits, slots, logits_rows, history_lens, prompt_lens, history);
   require(tokens.shape(0) == n && status.shape(0) == n, "tokens and status must have one entry per row");
@@ -109,10 +113,13 @@ void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots, C
   batch.tokens = tokens.data();
   batch.status = status.data();
   if (bitmask) {
-    require(bitmask_rows.has_value() && bitmask_rows->shape(0) == n, "bitmask_rows must have one entry per row");
+    require(bitmask_rows.has_value() && bitmask_rows->shape(0) == n,
+            "bitmask_rows must have one entry per row");
     require_rows(*bitmask, "rows of the bitmask must be contiguous");
-    require(static_cast<int64_t>(bitmask->shape(1)) * 32 >= sampler.num_ids(), "the bitmask has too few words");
-    require_below(*bitmask_rows, -1, static_cast<int64_t>(bitmask->shape(0)), "a bitmask row is out of range");
+    require(static_cast<int64_t>(bitmask->shape(1)) * 32 >= sampler.num_ids(),
+            "the bitmask has too few words");
+    require_below(*bitmask_rows, -1, static_cast<int64_t>(bitmask->shape(0)),
+                  "a bitmask row is out of range");
     batch.bitmask = bitmask->data();
     batch.bitmask_stride = bitmask->stride(0);
     batch.bitmask_rows = bitmask_rows->data();
@@ -120,7 +127,8 @@ void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots, C
   if (raw) {
     require(raw_rows.has_value() && raw_rows->shape(0) == n, "raw_rows must have one entry per row");
     require_rows(*raw, "rows of raw must be contiguous");
-    require(static_cast<int64_t>(raw->shape(1)) >= sampler.num_ids(), "raw has fewer columns than there are ids");
+    require(static_cast<int64_t>(raw->shape(1)) >= sampler.num_ids(),
+            "raw has fewer columns than there are ids");
     require_below(*raw_rows, -1, static_cast<int64_t>(raw->shape(0)), "a raw row is out of range");
     batch.raw = raw->data();
     batch.raw_stride = raw->stride(0);
@@ -147,23 +155,26 @@ void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots, C
 }
 
 void prompt_logprobs(Sampler& sampler, Rows<const float> logits, Column<const int32_t> ids, int64_t k,
-                     Rows<int32_t> out_ids, Rows<float> out_values, Column<int32_t> ranks, Column<int32_t> status) {
+                     Rows<int32_t> out_ids, Rows<float> out_values, Column<int32_t> ranks,
+                     Column<int32_t> status) {
   const size_t n = ids.shape(0);
   require_rows(logits, "rows of logits must be contiguous");
   require_rows(out_ids, "rows of out_ids must be contiguous");
   require_rows(out_values, "rows of out_values must be contiguous");
-  require(static_cast<int64_t>(logits.shape(1)) >= sampler.num_ids(), "logits have fewer columns than there are ids");
+  require(static_cast<int64_t>(logits.shape(1)) >= sampler.num_ids(),
+          "logits have fewer columns than there are ids");
   require(logits.shape(0) == n && out_ids.shape(0) == n && out_values.shape(0) == n && ranks.shape(0) == n &&
               status.shape(0) == n,
           "all arrays must have one row per id");
   const int64_t columns = 1 + std::min(k, sampler.num_ids());
   require(k >= 0 && static_cast<int64_t>(out_ids.shape(1)) >= columns &&
-              static_cast<int64_t>(out_values.shape(1)) >= columns && out_ids.stride(0) == out_values.stride(0),
+              static_cast<int64_t>(out_values.shape(1)) >= columns &&
+              out_ids.stride(0) == out_values.stride(0),
           "the output arrays must have k + 1 columns");
   require_below(ids, 0, sampler.num_ids(), "an id is out of range");
   nb::gil_scoped_release release;
-  sampler.prompt_logprobs(logits.data(), logits.stride(0), static_cast<int64_t>(n), ids.data(), k, out_ids.data(),
-                          out_values.data(), out_ids.stride(0), ranks.data(), status.data());
+  sampler.prompt_logprobs(logits.data(), logits.stride(0), static_cast<int64_t>(n), ids.data(), k,
+                          out_ids.data(), out_values.data(), out_ids.stride(0), ranks.data(), status.data());
 }
 
 }  // namespace
@@ -185,24 +196,25 @@ void bind_sampler(nb::module_& m) {
            nb::arg("presence_penalty"), nb::arg("rng_key"), nb::arg("min_tokens"), nb::arg("num_logprobs"),
            nb::arg("allowed_ids").none(), nb::arg("stop_ids"), nb::arg("bias_ids"), nb::arg("bias_values"),
            nb::arg("bad_words"), nb::arg("logprob_ids"))
-      .def("sample", &sample, nb::arg("logits"), nb::arg("slots"), nb::arg("logits_rows"), nb::arg("history_lens"),
-           nb::arg("prompt_lens"), nb::arg("history"), nb::arg("tokens"), nb::arg("status"), nb::arg("stages"),
-           nb::arg("bitmask").none() = nb::none(), nb::arg("bitmask_rows").none() = nb::none(),
-           nb::arg("raw").none() = nb::none(), nb::arg("raw_rows").none() = nb::none(),
-           nb::arg("logprob_ids").none() = nb::none(), nb::arg("logprobs").none() = nb::none(),
-           nb::arg("ranks").none() = nb::none())
-      .def("prompt_logprobs", &prompt_logprobs, nb::arg("logits"), nb::arg("ids"), nb::arg("k"), nb::arg("out_ids"),
-           nb::arg("out_values"), nb::arg("ranks"), nb::arg("status"))
+      .def("sample", &sample, nb::arg("logits"), nb::arg("slots"), nb::arg("logits_rows"),
+           nb::arg("history_lens"), nb::arg("prompt_lens"), nb::arg("history"), nb::arg("tokens"),
+           nb::arg("status"), nb::arg("stages"), nb::arg("bitmask").none() = nb::none(),
+           nb::arg("bitmask_rows").none() = nb::none(), nb::arg("raw").none() = nb::none(),
+           nb::arg("raw_rows").none() = nb::none(), nb::arg("logprob_ids").none() = nb::none(),
+           nb::arg("logprobs").none() = nb::none(), nb::arg("ranks").none() = nb::none())
+      .def("prompt_logprobs", &prompt_logprobs, nb::arg("logits"), nb::arg("ids"), nb::arg("k"),
+           nb::arg("out_ids"), nb::arg("out_values"), nb::arg("ranks"), nb::arg("status"))
       .def("num_logprob_columns", &Sampler::num_logprob_columns, nb::arg("slot"))
       .def_prop_ro("isa", [](const Sampler& self) { return self.kernels().isa; })
       .def_prop_ro("num_ids", &Sampler::num_ids);
   m.def(
-      "philox_u64",
+      "philox4x32",
       [](uint64_t key, uint32_t index, uint32_t purpose) {
-        return philox_u64(key, index, static_cast<RandomPurpose>(purpose));
+        const PhiloxBlock c = philox4x32(key, index, static_cast<RandomPurpose>(purpose));
+        return std::vector<uint32_t>(c.word, c.word + 4);
       },
       nb::arg("key"), nb::arg("index"), nb::arg("purpose"),
-      "64 bits of Philox4x32-10 for the counter (index, purpose, 0, 0).");
+      "Four words of Philox4x32-10 for the counter (index, purpose, 0, 0).");
 }
 
 }  // namespace tellin

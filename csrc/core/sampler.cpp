@@ -15,7 +15,9 @@ namespace {
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 constexpr uint32_t kAdjusted = 0x80000000u;  // mark in the counts: the repetition penalty is applied
 
-bool is_id(int32_t id, int64_t n) { return id >= 0 && id < n; }
+bool is_id(int32_t id, int64_t n) {
+  return id >= 0 && id < n;
+}
 
 void forbid(float* x, int64_t n, const std::vector<int32_t>& ids) {
   for (const int32_t id : ids) {
@@ -34,8 +36,8 @@ void keep_allowed(float* x, int64_t n, const std::vector<int32_t>& allowed) {
 }
 
 // Forbids the last id of every bad word whose other ids are the last outputs.
-void forbid_bad_words(float* x, int64_t n, const std::vector<std::vector<int32_t>>& words, const int32_t* outputs,
-                      int64_t num_outputs) {
+void forbid_bad_words(float* x, int64_t n, const std::vector<std::vector<int32_t>>& words,
+                      const int32_t* outputs, int64_t num_outputs) {
   for (const std::vector<int32_t>& word : words) {
     const int64_t prefix = static_cast<int64_t>(word.size()) - 1;
     if (prefix > num_outputs || !is_id(word.back(), n)) continue;
@@ -49,8 +51,8 @@ void add_bias(float* x, int64_t n, const SlotParams& params) {
   }
 }
 
-// Repetition over prompt and output, then frequency and presence over the output. `counts` holds n zeros before
-// and after; the top bit marks ids that are done.
+// Repetition over prompt and output, then frequency and presence over the output. `counts` holds n zeros
+// before and after; the top bit marks ids that are done.
 void penalize(float* x, int64_t n, const SlotParams& params, const int32_t* history, int64_t prompt_len,
               int64_t history_len, std::vector<uint32_t>& counts) {
   counts.resize(static_cast<size_t>(n), 0);
@@ -79,7 +81,9 @@ bool has_penalties(const SlotParams& p) {
   return p.repetition_penalty != 1.0f || p.frequency_penalty != 0.0f || p.presence_penalty != 0.0f;
 }
 
-bool is_raw(LogprobsMode mode) { return mode == LogprobsMode::kRawLogprobs || mode == LogprobsMode::kRawLogits; }
+bool is_raw(LogprobsMode mode) {
+  return mode == LogprobsMode::kRawLogprobs || mode == LogprobsMode::kRawLogits;
+}
 
 bool is_logits(LogprobsMode mode) {
   return mode == LogprobsMode::kRawLogits || mode == LogprobsMode::kProcessedLogits;
@@ -104,11 +108,11 @@ double log_of_mass(uint64_t mass) {
 
 // One row of the table: the chosen id, then `others` (or the best ids).
 void report(const LogitsRow& row, const ValueMap& value, int32_t chosen, const std::vector<int32_t>* others,
-            int64_t num_best, std::vector<float>& buffer, std::vector<Candidate>& best, int32_t* ids, float* values,
-            int32_t* rank) {
+            int64_t num_best, std::vector<float>& buffer, std::vector<Candidate>& best, int32_t* ids,
+            float* values, int32_t* rank) {
   ids[0] = chosen;
   values[0] = value(row.x[chosen]);
-  *rank = static_cast<int32_t>(row.kernels->count_at_least(row.x, row.n, row.x[chosen]));
+  *rank = static_cast<int32_t>(row.kernels->count_at_least(row.x, row.n, row.maxima, row.x[chosen]));
   if (others != nullptr) {
     for (size_t i = 0; i < others->size(); ++i) {
       const int32_t id = (*others)[i];
@@ -116,7 +120,7 @@ void report(const LogitsRow& row, const ValueMap& value, int32_t chosen, const s
       values[i + 1] = is_id(id, row.n) ? value(row.x[id]) : kNegInf;
     }
   } else if (num_best > 0) {
-    gather_top_k(row, num_best, kNegInf, buffer, best);
+    gather_top_k(row, num_best, buffer, best);
     std::sort(best.begin(), best.end(), better);
     for (size_t i = 0; i < best.size(); ++i) {
       ids[i + 1] = best[i].id;
@@ -193,8 +197,8 @@ class RowRun {
     maxima_valid_ = false;
     if (params_.min_p > 0.0f && refresh_maxima()) {
       const LogitsRow row = this->row(1.0f);
-      if (row.max > kNegInf) apply_min_p(row, params_.min_p);
-      maxima_valid_ = false;
+      const float lowest = row.max > kNegInf ? min_p_lowest(row, params_.min_p) : kNegInf;
+      for (int64_t i = 0; i < n_; ++i) x_[i] = x_[i] >= lowest ? x_[i] : kNegInf;
     }
   }
 
@@ -221,10 +225,10 @@ class RowRun {
     if (greedy) {
       id = argmax(row);
     } else {
-      const uint64_t random = philox_u64(params_.rng_key, static_cast<uint32_t>(history_len_ - prompt_len_),
-                                         RandomPurpose::kSample);
-      const Draw draw = filter_and_draw(row, params_.top_k, params_.top_p, scaled ? 0.0f : params_.min_p, random,
-                                        processed, scratch_);
+      const PhiloxBlock bits = philox4x32(params_.rng_key, static_cast<uint32_t>(history_len_ - prompt_len_),
+                                          RandomPurpose::kSample);
+      const Draw draw = filter_and_draw(row, params_.top_k, params_.top_p, scaled ? 0.0f : params_.min_p,
+                                        {philox_u64(bits, 0), philox_u64(bits, 1)}, processed, scratch_);
       id = draw.id;
       mass = draw.mass;
     }
@@ -243,9 +247,11 @@ class RowRun {
     }
     if (mass == 0 && !is_logits(mode_)) {
       scratch_.masses.resize(static_cast<size_t>(num_sample_blocks(n_)));
-      mass = kernels_.block_mass(row.x, n_, row.maxima, row.max, row.inv_t, kNegInf, scratch_.masses.data());
+      mass = kernels_.block_mass(row.x, n_, row.maxima, row.max, row.inv_t, kNegInf, kNegInf,
+                                 scratch_.masses.data());
     }
-    const ValueMap value{is_logits(mode_), row.max, value_temperature, is_logits(mode_) ? 0.0 : log_of_mass(mass)};
+    const ValueMap value{is_logits(mode_), row.max, value_temperature,
+                         is_logits(mode_) ? 0.0 : log_of_mass(mass)};
     const int64_t at = row_ * batch_.logprob_stride;
     const bool by_ids = !params_.logprob_ids.empty();
     report(row, value, id, by_ids ? &params_.logprob_ids : nullptr, columns_ - 1, scratch_.sorted_maxima,
@@ -291,7 +297,8 @@ void Sampler::set_slot(int64_t slot, SlotParams params) {
 }
 
 const SlotParams* Sampler::slot(int64_t slot) const {
-  return slot < 0 || static_cast<size_t>(slot) >= slots_.size() ? nullptr : &slots_[static_cast<size_t>(slot)];
+  return slot < 0 || static_cast<size_t>(slot) >= slots_.size() ? nullptr
+                                                                : &slots_[static_cast<size_t>(slot)];
 }
 
 int64_t Sampler::num_logprob_columns(int64_t slot) const {
@@ -309,12 +316,13 @@ void Sampler::run(const SampleBatch& batch) {
 
 void Sampler::run_row(const SampleBatch& batch, int64_t row, SamplerScratch& scratch) const {
   const SlotParams& params = slots_[static_cast<size_t>(batch.slots[row])];
-  RowRun(*kernels_, num_ids_, mode_, params, batch, row, num_logprob_columns(batch.slots[row]), scratch).run();
+  RowRun(*kernels_, num_ids_, mode_, params, batch, row, num_logprob_columns(batch.slots[row]), scratch)
+      .run();
 }
 
-void Sampler::prompt_logprobs(const float* logits, int64_t stride, int64_t num_rows, const int32_t* ids, int64_t k,
-                              int32_t* out_ids, float* out_values, int64_t out_stride, int32_t* ranks,
-                              int32_t* status) {
+void Sampler::prompt_logprobs(const float* logits, int64_t stride, int64_t num_rows, const int32_t* ids,
+                              int64_t k, int32_t* out_ids, float* out_values, int64_t out_stride,
+                              int32_t* ranks, int32_t* status) {
   SamplerScratch& scratch = scratch_[0];
   scratch.maxima.resize(static_cast<size_t>(num_sample_blocks(num_ids_)));
   scratch.masses.resize(scratch.maxima.size());
@@ -334,7 +342,7 @@ void Sampler::prompt_logprobs(const float* logits, int64_t stride, int64_t num_r
     ValueMap value{is_logits(mode_), max, 1.0f, 0.0};
     if (!value.logits) {
       value.log_mass = log_of_mass(
-          kernels_->block_mass(x, num_ids_, row.maxima, max, 1.0f, kNegInf, scratch.masses.data()));
+          kernels_->block_mass(x, num_ids_, row.maxima, max, 1.0f, kNegInf, kNegInf, scratch.masses.data()));
     }
     report(row, value, ids[i], nullptr, std::min(k, num_ids_), scratch.sorted_maxima, scratch.candidates,
            out_ids + i * out_stride, out_values + i * out_stride, ranks + i);

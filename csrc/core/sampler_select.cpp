@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 
@@ -9,9 +10,21 @@ namespace tellin {
 namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-constexpr size_t kSortedNucleus = 8192;  // candidates up to which a nucleus is found by gathering, then by histogram
-constexpr int64_t kBins = 2048;          // histogram bins of 1/64 nat: 24 KiB, and all weights that are not zero
+constexpr float kHeadNats = 8.0f;  // blocks with a maximum this close to the row's are the head
+constexpr size_t kMaxCandidates =
+    8192;                        // entries that are listed and ordered; more are counted in bins first
+constexpr int64_t kBins = 2049;  // 1/64 nat each, 32 nats: all weights that are not zero, and the rest
 constexpr float kBinsPerNat = 64.0f;
+
+// What the filters leave: entries > lowest, and entries equal to it up to an id.
+struct Cut {
+  float lowest;
+  int32_t last_id;
+
+  bool keeps(float value, int64_t id) const { return value > lowest || (value == lowest && id <= last_id); }
+};
+
+constexpr int32_t kAnyId = std::numeric_limits<int32_t>::max();
 
 // floor(random * total / 2^64): uniform on [0, total) up to 2^-64 * total.
 uint64_t scale_random(uint64_t random, uint64_t total) {
@@ -24,14 +37,18 @@ uint64_t nucleus_mass(double top_p, uint64_t total) {
   return wanted >= static_cast<double>(total) ? total : static_cast<uint64_t>(wanted);
 }
 
-// An entry whose probability is min_p of the maximum's has this weight.
-uint64_t min_p_weight(float min_p) {
-  return static_cast<uint64_t>(std::ceil(static_cast<double>(min_p) * static_cast<double>(1ULL << kWeightBits)));
+// Integers in the order of the floats they stand for.
+int32_t ordered(float x) {
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits >= 0 ? bits : std::numeric_limits<int32_t>::min() - bits;
 }
 
-// A value below all entries that can reach min_p, with room for the rounding of exp.
-float min_p_bound(const LogitsRow& row, float min_p) {
-  return row.max + (std::log(min_p) - 1e-3f) / row.inv_t * (1.0f + 1e-5f);
+float from_ordered(int32_t order) {
+  const int32_t bits = order >= 0 ? order : std::numeric_limits<int32_t>::min() - order;
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
 }
 
 uint64_t mass_of(const std::vector<Candidate>& candidates) {
@@ -40,15 +57,28 @@ uint64_t mass_of(const std::vector<Candidate>& candidates) {
   return total;
 }
 
-// Keeps the smallest number of best candidates whose mass reaches `wanted` (at least one). Average linear time.
-void keep_nucleus(std::vector<Candidate>& candidates, uint64_t wanted) {
+Candidate worst_of(const std::vector<Candidate>& candidates) {
+  return *std::max_element(candidates.begin(), candidates.end(), better);
+}
+
+std::vector<Candidate>::iterator at(std::vector<Candidate>& candidates, size_t i) {
+  return candidates.begin() + static_cast<std::ptrdiff_t>(i);
+}
+
+void keep_best(std::vector<Candidate>& candidates, size_t count) {
+  if (candidates.size() <= count) return;
+  std::nth_element(candidates.begin(), at(candidates, count - 1), candidates.end(), better);
+  candidates.resize(count);
+}
+
+// Keeps the smallest number of best candidates whose mass reaches `wanted`, at least one. Average linear
+// time. Returns the mass kept.
+uint64_t keep_nucleus(std::vector<Candidate>& candidates, uint64_t wanted) {
   size_t begin = 0, end = candidates.size();
   uint64_t before = 0;  // mass of [0, begin), which is kept
   while (end - begin > 32) {
     const size_t middle = begin + (end - begin) / 2;
-    std::nth_element(candidates.begin() + static_cast<std::ptrdiff_t>(begin),
-                     candidates.begin() + static_cast<std::ptrdiff_t>(middle),
-                     candidates.begin() + static_cast<std::ptrdiff_t>(end), better);
+    std::nth_element(at(candidates, begin), at(candidates, middle), at(candidates, end), better);
     uint64_t mass = 0;
     for (size_t i = begin; i < middle; ++i) mass += candidates[i].weight;
     if (before + mass >= wanted) {
@@ -58,58 +88,121 @@ void keep_nucleus(std::vector<Candidate>& candidates, uint64_t wanted) {
       begin = middle;
     }
   }
-  std::sort(candidates.begin() + static_cast<std::ptrdiff_t>(begin),
-            candidates.begin() + static_cast<std::ptrdiff_t>(end), better);
+  std::sort(at(candidates, begin), at(candidates, end), better);
   while (begin < end && (begin == 0 || before < wanted)) before += candidates[begin++].weight;
   candidates.resize(begin);
+  return before;
 }
 
-// What survives the filters when it is too much to list: entries > lowest, and entries equal to it up to an id.
-struct Cut {
-  float lowest;
-  int32_t last_id;
-
-  bool keeps(float value, int64_t id) const { return value > lowest || (value == lowest && id <= last_id); }
-};
-
-constexpr Cut kKeepAll = {kNegInf, std::numeric_limits<int32_t>::max()};
-
-// Nucleus of a flat row: adds up masses per 1/64 nat below the maximum, then orders only the bin in which the wanted
-// mass is reached. Leaves in `dropped` the entries of that bin which are equal to the cut but worse.
-Cut nucleus_by_histogram(const LogitsRow& row, uint64_t wanted, std::vector<Candidate>& dropped) {
-  std::vector<uint64_t> bins(kBins, 0);
+// Calls visit(value, id, weight) for the entries >= lowest, in id order; stops when it returns false.
+template <typename Visit>
+void visit_entries(const LogitsRow& row, float lowest, Visit visit) {
   uint64_t w[kSampleBlock];
-  const float scale = row.inv_t * kBinsPerNat;
-  const auto bin_of = [&](float x) { return static_cast<int64_t>(std::min((row.max - x) * scale, kBins - 1.0f)); };
   for (int64_t begin = 0; begin < row.n; begin += kSampleBlock) {
-    if ((row.maxima[begin / kSampleBlock] - row.max) * row.inv_t < -kWeightCutoff) continue;
-    const int64_t count = std::min(kSampleBlock, row.n - begin);
-    row.kernels->weights(row.x + begin, count, row.max, row.inv_t, w);
-    for (int64_t i = 0; i < count; ++i) bins[static_cast<size_t>(bin_of(row.x[begin + i]))] += w[i];
-  }
-  int64_t bin = 0;
-  uint64_t before = 0;
-  while (before + bins[static_cast<size_t>(bin)] < wanted) before += bins[static_cast<size_t>(bin++)];
-  std::vector<Candidate> boundary;
-  for (int64_t begin = 0; begin < row.n; begin += kSampleBlock) {
-    if (bin_of(row.maxima[begin / kSampleBlock]) > bin) continue;
+    if (row.maxima[begin / kSampleBlock] < lowest) continue;
     const int64_t count = std::min(kSampleBlock, row.n - begin);
     row.kernels->weights(row.x + begin, count, row.max, row.inv_t, w);
     for (int64_t i = 0; i < count; ++i) {
       const float x = row.x[begin + i];
-      if (bin_of(x) == bin) boundary.push_back({x, static_cast<int32_t>(begin + i), w[i]});
+      if (x >= lowest && !visit(x, static_cast<int32_t>(begin + i), w[i])) return;
     }
   }
-  dropped = boundary;
-  keep_nucleus(boundary, wanted - before);
-  const Candidate last = *std::max_element(boundary.begin(), boundary.end(), better);
-  dropped.erase(std::remove_if(dropped.begin(), dropped.end(),
-                               [&last](const Candidate& c) { return c.value != last.value || c.id <= last.id; }),
-                dropped.end());
-  return {last.value, last.id};
 }
 
-// Entry in which the r-th unit of mass lies; `masses` are those of the blocks.
+// Lists the entries >= lowest. Returns false, with an incomplete list, if they are too many.
+bool list_entries(const LogitsRow& row, float lowest, std::vector<Candidate>& out) {
+  out.clear();
+  visit_entries(row, lowest, [&out](float x, int32_t id, uint64_t w) {
+    out.push_back({x, id, w});
+    return out.size() <= kMaxCandidates;
+  });
+  return out.size() <= kMaxCandidates;
+}
+
+// A value that the k-th best entry reaches: the k-th largest block maximum.
+float top_k_bound(const LogitsRow& row, int64_t k, std::vector<float>& buffer) {
+  const int64_t blocks = num_sample_blocks(row.n);
+  if (k > blocks) return kNegInf;
+  buffer.assign(row.maxima, row.maxima + blocks);
+  std::nth_element(buffer.begin(), buffer.begin() + (k - 1), buffer.end(), std::greater<float>());
+  return buffer[static_cast<size_t>(k - 1)];
+}
+
+// top-k and top-p over more entries than are worth listing: entries are counted and weighed in bins of 1/64
+// nat below the maximum, and only the bin in which a limit falls is put in order.
+class BinnedSelection {
+ public:
+  BinnedSelection(const LogitsRow& row, float lowest) : row_(row), lowest_(lowest), cut_{lowest, kAnyId} {
+    visit_entries(row, lowest, [this](float x, int32_t, uint64_t w) {
+      Bin& bin = bins_[static_cast<size_t>(bin_of(x))];
+      ++bin.count;
+      bin.mass += w;
+      return true;
+    });
+    for (const Bin& bin : bins_) total_ += bin.mass;
+  }
+
+  void keep_top_k(int64_t k) {
+    int64_t before = 0;
+    uint64_t mass = 0;
+    size_t i = 0;
+    for (; i < bins_.size() && before + bins_[i].count < k; ++i) {
+      before += bins_[i].count;
+      mass += bins_[i].mass;
+    }
+    if (i == bins_.size()) return;  // fewer than k entries
+    std::vector<Candidate> entries = entries_of(i);
+    keep_best(entries, static_cast<size_t>(k - before));
+    set_cut(entries);
+    total_ = mass + mass_of(entries);
+  }
+
+  void keep_top_p(double top_p) {
+    const uint64_t wanted = nucleus_mass(top_p, total_);
+    uint64_t before = 0;
+    size_t i = 0;
+    for (; before + bins_[i].mass < wanted; ++i) before += bins_[i].mass;
+    std::vector<Candidate> entries = entries_of(i);
+    total_ = before + keep_nucleus(entries, wanted - before);
+    set_cut(entries);
+  }
+
+  const Cut& cut() const { return cut_; }
+  uint64_t total() const { return total_; }
+
+ private:
+  struct Bin {
+    int64_t count = 0;
+    uint64_t mass = 0;
+  };
+
+  int64_t bin_of(float x) const {
+    return static_cast<int64_t>(std::min((row_.max - x) * row_.inv_t * kBinsPerNat, kBins - 1.0f));
+  }
+
+  void set_cut(const std::vector<Candidate>& kept) {
+    const Candidate worst = worst_of(kept);
+    cut_ = {worst.value, worst.id};
+  }
+
+  // Entries of a bin that were not cut off before.
+  std::vector<Candidate> entries_of(size_t bin) const {
+    std::vector<Candidate> entries;
+    visit_entries(row_, lowest_, [&](float x, int32_t id, uint64_t w) {
+      if (bin_of(x) == static_cast<int64_t>(bin) && cut_.keeps(x, id)) entries.push_back({x, id, w});
+      return true;
+    });
+    return entries;
+  }
+
+  const LogitsRow& row_;
+  const float lowest_;
+  Cut cut_;
+  std::vector<Bin> bins_ = std::vector<Bin>(kBins);
+  uint64_t total_ = 0;
+};
+
+// Entry in which the r-th unit of mass lies; `masses` are those of what the cut leaves of the blocks.
 int32_t find_in_blocks(const LogitsRow& row, const uint64_t* masses, const Cut& cut, uint64_t r) {
   int64_t b = 0;
   while (r >= masses[b]) r -= masses[b++];
@@ -126,58 +219,113 @@ int32_t find_in_blocks(const LogitsRow& row, const uint64_t* masses, const Cut& 
   return static_cast<int32_t>(begin + i);
 }
 
-// Draws among the entries that the cut keeps; `dropped` are those equal to it that it does not keep.
-Draw draw_from_row(const LogitsRow& row, const Cut& cut, const std::vector<Candidate>& dropped, uint64_t random,
-                   bool forget_dropped, std::vector<uint64_t>& masses) {
-  masses.resize(static_cast<size_t>(num_sample_blocks(row.n)));
-  uint64_t total =
-      row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, cut.lowest, masses.data());
-  for (const Candidate& c : dropped) {
-    masses[static_cast<size_t>(c.id / kSampleBlock)] -= c.weight;
-    total -= c.weight;
-  }
-  const int32_t id = find_in_blocks(row, masses.data(), cut, scale_random(random, total));
-  if (forget_dropped) {
-    for (int64_t i = 0; i < row.n; ++i) row.x[i] = cut.keeps(row.x[i], i) ? row.x[i] : kNegInf;
-  }
-  return {id, total};
+void forget_outside(const LogitsRow& row, const Cut& cut) {
+  for (int64_t i = 0; i < row.n; ++i) row.x[i] = cut.keeps(row.x[i], i) ? row.x[i] : kNegInf;
 }
 
-Draw draw_from_candidates(const LogitsRow& row, uint64_t random, bool forget_dropped,
-                          std::vector<Candidate>& candidates) {
+Draw draw_in_cut(const LogitsRow& row, const Cut& cut, uint64_t random, std::vector<uint64_t>& masses) {
+  uint64_t total = row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, cut.lowest, kNegInf,
+                                           masses.data());
+  if (cut.last_id != kAnyId) {  // entries equal to the lowest, but with too high an id
+    for (int64_t b = cut.last_id / kSampleBlock; b < num_sample_blocks(row.n); ++b) {
+      if (row.maxima[b] < cut.lowest) continue;
+      uint64_t w[kSampleBlock];
+      const int64_t begin = b * kSampleBlock;
+      const int64_t count = std::min(kSampleBlock, row.n - begin);
+      row.kernels->weights(row.x + begin, count, row.max, row.inv_t, w);
+      for (int64_t i = 0; i < count; ++i) {
+        if (row.x[begin + i] != cut.lowest || begin + i <= cut.last_id) continue;
+        masses[static_cast<size_t>(b)] -= w[i];
+        total -= w[i];
+      }
+    }
+  }
+  return {find_in_blocks(row, masses.data(), cut, scale_random(random, total)), total};
+}
+
+Draw draw_in_candidates(std::vector<Candidate>& candidates, uint64_t random) {
   std::sort(candidates.begin(), candidates.end(),
             [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
   const uint64_t total = mass_of(candidates);
   uint64_t r = scale_random(random, total);
   size_t chosen = 0;
   while (r >= candidates[chosen].weight) r -= candidates[chosen++].weight;
-  if (forget_dropped) {
-    std::fill(row.x, row.x + row.n, kNegInf);
-    for (const Candidate& c : candidates) row.x[c.id] = c.value;
-  }
   return {candidates[chosen].id, total};
 }
 
-void add_weights(const LogitsRow& row, std::vector<Candidate>& candidates) {
-  float x[kSampleBlock];
-  uint64_t w[kSampleBlock];
-  for (size_t begin = 0; begin < candidates.size(); begin += kSampleBlock) {
-    const size_t count = std::min(static_cast<size_t>(kSampleBlock), candidates.size() - begin);
-    for (size_t i = 0; i < count; ++i) x[i] = candidates[begin + i].value;
-    row.kernels->weights(x, static_cast<int64_t>(count), row.max, row.inv_t, w);
-    for (size_t i = 0; i < count; ++i) candidates[begin + i].weight = w[i];
+// Mass of the head's blocks, and a bound on that of all others.
+class HeadMass {
+ public:
+  HeadMass(const LogitsRow& row, SamplerScratch& scratch)
+      : row_(row), masses_(scratch.masses), least_max_(row.max - kHeadNats / row.inv_t) {
+    const int64_t blocks = num_sample_blocks(row.n);
+    head_ = mass(least_max_);
+    float tail[kSampleBlock];
+    uint64_t w[kSampleBlock];
+    for (int64_t begin = 0; begin < blocks; begin += kSampleBlock) {
+      const int64_t count = std::min(kSampleBlock, blocks - begin);
+      for (int64_t i = 0; i < count; ++i) {
+        const float m = row.maxima[begin + i];
+        tail[i] = m < least_max_ ? m : kNegInf;
+      }
+      row.kernels->weights(tail, count, row.max, row.inv_t, w);
+      for (int64_t i = 0; i < count; ++i) tail_bound_ += w[i] * static_cast<uint64_t>(kSampleBlock);
+    }
   }
-}
 
-void drop_light(std::vector<Candidate>& candidates, uint64_t least_weight) {
-  candidates.erase(std::remove_if(candidates.begin(), candidates.end(),
-                                  [least_weight](const Candidate& c) { return c.weight < least_weight; }),
-                   candidates.end());
+  uint64_t head() const { return head_; }
+  uint64_t bound() const { return head_ + tail_bound_; }
+  // The masses of the blocks are the head's until this is called, and the row's afterwards.
+  uint64_t exact() { return mass(kNegInf); }
+
+  Draw draw(const RowRandom& random) {
+    if (scale_random(random.first, bound()) < head_) return {find(scale_random(random.second, head_)), 0};
+    const uint64_t total = exact();
+    const bool in_head = scale_random(random.first, total) < head_;
+    for (int64_t b = 0; b < num_sample_blocks(row_.n); ++b) {
+      if ((row_.maxima[b] < least_max_) == in_head) masses_[static_cast<size_t>(b)] = 0;
+    }
+    return {find(scale_random(random.second, in_head ? head_ : total - head_)), total};
+  }
+
+ private:
+  uint64_t mass(float least_max) {
+    return row_.kernels->block_mass(row_.x, row_.n, row_.maxima, row_.max, row_.inv_t, kNegInf, least_max,
+                                    masses_.data());
+  }
+  int32_t find(uint64_t r) const { return find_in_blocks(row_, masses_.data(), {kNegInf, kAnyId}, r); }
+
+  const LogitsRow& row_;
+  std::vector<uint64_t>& masses_;
+  const float least_max_;
+  uint64_t head_ = 0;
+  uint64_t tail_bound_ = 0;
+};
+
+// Lists the nucleus of the whole row; false if it is too large. The total mass is computed only if it
+// matters.
+bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
+  std::vector<Candidate>& candidates = scratch.candidates;
+  HeadMass mass(row, scratch);
+  uint64_t least = nucleus_mass(top_p, mass.head()), most = nucleus_mass(top_p, mass.bound());
+  for (float nats = 4.0f; nats < 2.0f * kWeightCutoff;) {
+    if (!list_entries(row, row.max - nats / row.inv_t, candidates)) return false;
+    if (mass_of(candidates) < least) {
+      nats *= 2.0f;
+    } else if (keep_nucleus(candidates, least) >= most) {
+      return true;
+    } else {
+      least = most = nucleus_mass(top_p, mass.exact());
+    }
+  }
+  return false;
 }
 
 }  // namespace
 
-float max_of_maxima(const float* maxima, int64_t n) { return *std::max_element(maxima, maxima + num_sample_blocks(n)); }
+float max_of_maxima(const float* maxima, int64_t n) {
+  return *std::max_element(maxima, maxima + num_sample_blocks(n));
+}
 
 int32_t argmax(const LogitsRow& row) {
   int64_t i = 0;
@@ -186,88 +334,66 @@ int32_t argmax(const LogitsRow& row) {
   return static_cast<int32_t>(i);
 }
 
-void gather(const LogitsRow& row, float lowest, bool with_weights, std::vector<Candidate>& out) {
-  uint64_t w[kSampleBlock] = {};
+float min_p_lowest(const LogitsRow& row, float min_p) {
+  const float least = static_cast<float>(std::log(static_cast<double>(min_p)));
+  // The condition is monotone in x: bisect between -infinity and the maximum over floats in order.
+  int32_t below = ordered(kNegInf), kept = ordered(row.max);
+  while (kept - static_cast<int64_t>(below) > 1) {
+    const int32_t middle = static_cast<int32_t>((static_cast<int64_t>(below) + kept) / 2);
+    ((from_ordered(middle) - row.max) * row.inv_t >= least ? kept : below) = middle;
+  }
+  return from_ordered(kept);
+}
+
+void gather_top_k(const LogitsRow& row, int64_t k, std::vector<float>& buffer, std::vector<Candidate>& out) {
+  const float lowest = top_k_bound(row, k, buffer);
+  out.clear();
   for (int64_t begin = 0; begin < row.n; begin += kSampleBlock) {
     if (row.maxima[begin / kSampleBlock] < lowest) continue;
-    const int64_t count = std::min(kSampleBlock, row.n - begin);
-    if (with_weights) row.kernels->weights(row.x + begin, count, row.max, row.inv_t, w);
-    for (int64_t i = 0; i < count; ++i) {
-      const float x = row.x[begin + i];
-      if (x >= lowest) out.push_back({x, static_cast<int32_t>(begin + i), w[i]});
+    const int64_t end = std::min(begin + kSampleBlock, row.n);
+    for (int64_t i = begin; i < end; ++i) {
+      if (row.x[i] >= lowest) out.push_back({row.x[i], static_cast<int32_t>(i), 0});
     }
   }
+  keep_best(out, static_cast<size_t>(k));
 }
 
-void gather_top_k(const LogitsRow& row, int64_t k, float lowest, std::vector<float>& buffer,
-                  std::vector<Candidate>& out) {
-  const int64_t blocks = num_sample_blocks(row.n);
-  if (k <= blocks) {  // the k-th largest block maximum cannot be better than the k-th best entry
-    buffer.assign(row.maxima, row.maxima + blocks);
-    std::nth_element(buffer.begin(), buffer.begin() + (k - 1), buffer.end(), std::greater<float>());
-    lowest = std::max(lowest, buffer[static_cast<size_t>(k - 1)]);
-  }
-  out.clear();
-  gather(row, lowest, false, out);
-  if (static_cast<int64_t>(out.size()) > k) {
-    std::nth_element(out.begin(), out.begin() + (k - 1), out.end(), better);
-    out.resize(static_cast<size_t>(k));
-  }
-}
-
-Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float min_p, uint64_t random,
+Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float min_p, const RowRandom& random,
                      bool forget_dropped, SamplerScratch& scratch) {
   std::vector<Candidate>& candidates = scratch.candidates;
-  const bool has_min_p = min_p > 0.0f, has_top_k = top_k > 0 && top_k < row.n, has_top_p = top_p < 1.0;
-  const float lowest = has_min_p ? min_p_bound(row, min_p) : kNegInf;
-  const uint64_t least_weight = has_min_p ? min_p_weight(min_p) : 0;
-  if (!has_min_p && !has_top_k && !has_top_p) {
-    return draw_from_row(row, kKeepAll, {}, random, forget_dropped, scratch.masses);
-  }
-  if (has_top_k || has_min_p) {
-    candidates.clear();
-    if (has_top_k && !has_min_p) {
-      gather_top_k(row, top_k, lowest, scratch.sorted_maxima, candidates);
-      add_weights(row, candidates);
-    } else {
-      gather(row, lowest, true, candidates);
-      drop_light(candidates, least_weight);
-      if (has_top_k && static_cast<int64_t>(candidates.size()) > top_k) {
-        std::nth_element(candidates.begin(), candidates.begin() + (top_k - 1), candidates.end(), better);
-        candidates.resize(static_cast<size_t>(top_k));
-      }
-    }
-    if (has_top_p) keep_nucleus(candidates, nucleus_mass(top_p, mass_of(candidates)));
-    return draw_from_candidates(row, random, forget_dropped, candidates);
-  }
-
   scratch.masses.resize(static_cast<size_t>(num_sample_blocks(row.n)));
-  const uint64_t total =
-      row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, kNegInf, scratch.masses.data());
-  const uint64_t wanted = nucleus_mass(top_p, total);
-  for (float nats = 4.0f; nats < kWeightCutoff; nats *= 2.0f) {
-    candidates.clear();
-    gather(row, row.max - nats / row.inv_t, true, candidates);
-    if (mass_of(candidates) >= wanted) {
-      keep_nucleus(candidates, wanted);
-      return draw_from_candidates(row, random, forget_dropped, candidates);
-    }
-    if (candidates.size() > kSortedNucleus) break;
-  }
-  const Cut cut = nucleus_by_histogram(row, wanted, candidates);
-  return draw_from_row(row, cut, candidates, random, forget_dropped, scratch.masses);
-}
+  const bool has_min_p = min_p > 0.0f, has_top_k = top_k > 0 && top_k < row.n, has_top_p = top_p < 1.0;
+  if (!has_min_p && !has_top_k && !has_top_p) return HeadMass(row, scratch).draw(random);
 
-void apply_min_p(const LogitsRow& row, float min_p) {
-  const uint64_t least_weight = min_p_weight(min_p);
-  uint64_t w[kSampleBlock];
-  for (int64_t begin = 0; begin < row.n; begin += kSampleBlock) {
-    const int64_t count = std::min(kSampleBlock, row.n - begin);
-    row.kernels->weights(row.x + begin, count, row.max, row.inv_t, w);
-    for (int64_t i = 0; i < count; ++i) {
-      if (w[i] < least_weight) row.x[begin + i] = kNegInf;
+  float lowest = has_min_p ? min_p_lowest(row, min_p) : kNegInf;
+  Cut cut{lowest, kAnyId};
+  if (has_top_k || has_top_p) {
+    bool listed = false;
+    if (has_top_k) {
+      lowest = std::max(lowest, top_k_bound(row, top_k, scratch.sorted_maxima));
+      listed = lowest > kNegInf && list_entries(row, lowest, candidates);
+      if (listed) keep_best(candidates, static_cast<size_t>(top_k));
+      if (listed && has_top_p) keep_nucleus(candidates, nucleus_mass(top_p, mass_of(candidates)));
+    } else if (has_min_p) {
+      listed = list_entries(row, lowest, candidates);
+      if (listed) keep_nucleus(candidates, nucleus_mass(top_p, mass_of(candidates)));
+    } else {
+      listed = list_nucleus(row, top_p, scratch);
     }
+    if (listed) {
+      const Candidate worst = worst_of(candidates);
+      const Draw draw = draw_in_candidates(candidates, random.first);
+      if (forget_dropped) forget_outside(row, {worst.value, worst.id});
+      return draw;
+    }
+    BinnedSelection selection(row, lowest);
+    if (has_top_k) selection.keep_top_k(top_k);
+    if (has_top_p) selection.keep_top_p(top_p);
+    cut = selection.cut();
   }
+  const Draw draw = draw_in_cut(row, cut, random.first, scratch.masses);
+  if (forget_dropped) forget_outside(row, cut);
+  return draw;
 }
 
 }  // namespace tellin

@@ -16,7 +16,9 @@ struct LogitsRow {
   float inv_t;
 };
 
-inline int64_t num_sample_blocks(int64_t n) { return (n + kSampleBlock - 1) / kSampleBlock; }
+inline int64_t num_sample_blocks(int64_t n) {
+  return (n + kSampleBlock - 1) / kSampleBlock;
+}
 
 inline bool better(const Candidate& a, const Candidate& b) {
   return a.value > b.value || (a.value == b.value && a.id < b.id);
@@ -28,23 +30,29 @@ float max_of_maxima(const float* maxima, int64_t n);
 // Lowest id among the largest entries.
 int32_t argmax(const LogitsRow& row);
 
-// Appends all entries >= lowest in id order, with their weights when asked.
-void gather(const LogitsRow& row, float lowest, bool with_weights, std::vector<Candidate>& out);
-
 // The k best entries in unspecified order, without weights (k >= 1; all entries if k >= n).
-void gather_top_k(const LogitsRow& row, int64_t k, float lowest, std::vector<float>& buffer,
-                  std::vector<Candidate>& out);
+void gather_top_k(const LogitsRow& row, int64_t k, std::vector<float>& buffer, std::vector<Candidate>& out);
 
-// Overwrites entries whose probability is below min_p times the largest with -infinity.
-void apply_min_p(const LogitsRow& row, float min_p);
+// Lowest value that min_p keeps: (x - max) * inv_t >= log(min_p).
+float min_p_lowest(const LogitsRow& row, float min_p);
 
-// Draws an id for 64 random bits from what the filters leave. With `forget_dropped` the entries that were
-// filtered out are overwritten with -infinity; returns the mass of what is left.
+// 128 random bits for a row.
+struct RowRandom {
+  uint64_t first, second;
+};
+
 struct Draw {
   int32_t id;
-  uint64_t mass;
+  uint64_t mass;  // of all that the filters leave
 };
-Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float min_p, uint64_t random,
+
+// Draws an id from what min-p, top-k and top-p leave. With `forget_dropped` all other entries are overwritten
+// with -infinity and `mass` is set; without, it may be left at 0.
+//
+// Without filters the draw has two steps, so that it rarely needs the whole row: blocks whose maximum lies
+// within 8 nats of the row's are the head; `first` chooses head or tail, `second` the entry there. With
+// filters `first` chooses among all that is left. Entries lie in id order.
+Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float min_p, const RowRandom& random,
                      bool forget_dropped, SamplerScratch& scratch);
 
 }  // namespace tellin

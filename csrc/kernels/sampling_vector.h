@@ -1,6 +1,7 @@
-// Body of an instruction-set unit's sampling.cpp. The including file defines TELLIN_SAMPLING_ISA (the name of the
-// variant), TELLIN_SAMPLING_TABLE (the symbol to export) and TELLIN_SAMPLING_WIDTH (float lanes of a register).
-// Everything but the table has internal linkage: no copy of these functions can leak into another unit.
+// Body of an instruction-set unit's sampling.cpp. The including file defines TELLIN_SAMPLING_ISA (the name of
+// the variant), TELLIN_SAMPLING_TABLE (the symbol to export) and TELLIN_SAMPLING_WIDTH (float lanes of a
+// register). Everything but the table has internal linkage: no copy of these functions can leak into another
+// unit.
 #include <cstring>
 #include <limits>
 
@@ -23,8 +24,12 @@ typedef uint64_t LongVec __attribute__((vector_size(4 * TELLIN_SAMPLING_WIDTH)))
 #define TELLIN_INLINE static inline __attribute__((always_inline))
 
 // Vectors are passed by reference: by value they would depend on the ABI of the unit's flags.
-TELLIN_INLINE void load(const float* p, FloatVec& v) { std::memcpy(&v, p, sizeof v); }
-TELLIN_INLINE void store(float* p, const FloatVec& v) { std::memcpy(p, &v, sizeof v); }
+TELLIN_INLINE void load(const float* p, FloatVec& v) {
+  std::memcpy(&v, p, sizeof v);
+}
+TELLIN_INLINE void store(float* p, const FloatVec& v) {
+  std::memcpy(p, &v, sizeof v);
+}
 
 // e = exp(z) for z <= 0 with a relative error below 2e-7; z is clamped to [-64, 0]. Cody-Waite reduction to
 // |r| <= ln(2)/2 and the Taylor polynomial of degree 7 in Horner form, separate multiplies and adds.
@@ -120,14 +125,15 @@ bool block_max(const float* x, int64_t n, float* maxima) {
 }
 
 uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
-                    uint64_t* masses) {
+                    float least_max, uint64_t* masses) {
+  least_max = lowest > least_max ? lowest : least_max;
   uint64_t total = 0;
   uint64_t w[kSampleBlock];
   float padded[kSampleBlock];
   for (int64_t begin = 0; begin < n; begin += kSampleBlock) {
     const int64_t b = begin / kSampleBlock;
     uint64_t mass = 0;
-    if (maxima[b] >= lowest && (maxima[b] - max) * inv_t >= -kWeightCutoff) {
+    if (maxima[b] >= least_max && (maxima[b] - max) * inv_t >= -kWeightCutoff) {
       const float* block = x + begin;
       if (n - begin < kSampleBlock) {
         pad_block(block, n - begin, padded);
@@ -154,17 +160,27 @@ void weights(const float* x, int64_t n, float max, float inv_t, uint64_t* out) {
   std::memcpy(out, w, static_cast<size_t>(n) * sizeof(uint64_t));
 }
 
-int64_t count_at_least(const float* x, int64_t n, float value) {
-  IntVec lanes = {};  // n < 2^31 / kLanes counts per lane cannot overflow
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    FloatVec v;
-    load(x + i, v);
-    lanes -= v >= value;
-  }
+int64_t count_at_least(const float* x, int64_t n, const float* maxima, float value) {
   int64_t count = 0;
-  for (int64_t j = 0; j < kLanes; ++j) count += lanes[j];
-  for (; i < n; ++i) count += x[i] >= value ? 1 : 0;
+  float padded[kSampleBlock];
+  for (int64_t begin = 0; begin < n; begin += kSampleBlock) {
+    if (maxima[begin / kSampleBlock] < value) continue;
+    const float* block = x + begin;
+    int64_t padding = 0;
+    if (n - begin < kSampleBlock) {
+      pad_block(block, n - begin, padded);
+      block = padded;
+      padding = value == kNegInf ? kSampleBlock - (n - begin) : 0;
+    }
+    IntVec lanes = {};
+    for (int64_t i = 0; i < kSampleBlock; i += kLanes) {
+      FloatVec v;
+      load(block + i, v);
+      lanes -= v >= value;
+    }
+    for (int64_t i = 0; i < kLanes; ++i) count += lanes[i];
+    count -= padding;
+  }
   return count;
 }
 

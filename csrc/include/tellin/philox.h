@@ -1,4 +1,5 @@
-// Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC11).
+// Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC11).
 //
 // A draw is a pure function of (key, index, purpose): there is no generator state, so the order in which
 // requests run, chunking and preemption cannot change it.
@@ -28,10 +29,9 @@ inline PhiloxBlock philox4x32(uint64_t key, uint32_t index, RandomPurpose purpos
   return c;
 }
 
-// 64 random bits.
-inline uint64_t philox_u64(uint64_t key, uint32_t index, RandomPurpose purpose) {
-  const PhiloxBlock c = philox4x32(key, index, purpose);
-  return static_cast<uint64_t>(c.word[1]) << 32 | c.word[0];
+// The first or second 64 bits of a block.
+inline uint64_t philox_u64(const PhiloxBlock& c, int half) {
+  return static_cast<uint64_t>(c.word[2 * half + 1]) << 32 | c.word[2 * half];
 }
 
 }  // namespace tellin

@@ -1,14 +1,14 @@
 // The sampler: logits of a step to token ids and log-probabilities, one independent row at a time.
 //
-// It keeps the sampling parameters of live requests in slots, set once per request. A call names, for every row of
-// logits, the slot it belongs to and how many ids of that slot's history precede it; everything else (counts for
-// penalties, position of the random draw) follows from these, so a row's result is a pure function of its logits,
-// parameters and history: not of the batch, the order or the thread.
+// It keeps the sampling parameters of live requests in slots, set once per request. A call names, for every
+// row of logits, the slot it belongs to and how many ids of that slot's history precede it; everything else
+// (counts for penalties, position of the random draw) follows from these, so a row's result is a pure
+// function of its logits, parameters and history: not of the batch, the order or the thread.
 //
-// Order of operations: grammar mask, allowed ids, bad words, min tokens, logit bias, repetition / frequency / presence
-// penalties, (greedy choice), temperature, min-p, top-k, top-p, draw. "Better" is total: larger value first, lower
-// id among equals; top-k keeps exactly the k best, and top_k = 1 is greedy. Random choice is exact integer
-// arithmetic over the weights of sampling_kernels.h.
+// Order of operations: grammar mask, allowed ids, bad words, min tokens, logit bias, repetition / frequency /
+// presence penalties, (greedy choice), temperature, min-p, top-k, top-p, draw. "Better" is total: larger
+// value first, lower id among equals; top-k keeps exactly the k best, and top_k = 1 is greedy. Random choice
+// is exact integer arithmetic over the weights of sampling_kernels.h.
 #pragma once
 #include <cstdint>
 #include <vector>
@@ -30,17 +30,22 @@ struct SlotParams {
   float presence_penalty = 0.0f;
   uint64_t rng_key = 0;
   int32_t min_tokens = 0;
-  int32_t num_logprobs = kNoLogprobs;     // top ids wanted beside the sampled one
+  int32_t num_logprobs = kNoLogprobs;  // top ids wanted beside the sampled one
   bool has_allowed_ids = false;
-  std::vector<int32_t> allowed_ids;       // ids outside [0, n) are ignored, in all lists
-  std::vector<int32_t> stop_ids;          // forbidden while fewer than min_tokens ids were output
+  std::vector<int32_t> allowed_ids;  // ids outside [0, n) are ignored, in all lists
+  std::vector<int32_t> stop_ids;     // forbidden while fewer than min_tokens ids were output
   std::vector<int32_t> bias_ids;
   std::vector<float> bias_values;
   std::vector<std::vector<int32_t>> bad_words;
-  std::vector<int32_t> logprob_ids;       // report these ids instead of the top ones
+  std::vector<int32_t> logprob_ids;  // report these ids instead of the top ones
 };
 
-enum class LogprobsMode : int32_t { kRawLogprobs = 0, kRawLogits = 1, kProcessedLogprobs = 2, kProcessedLogits = 3 };
+enum class LogprobsMode : int32_t {
+  kRawLogprobs = 0,
+  kRawLogits = 1,
+  kProcessedLogprobs = 2,
+  kProcessedLogits = 3
+};
 
 // Parts of the pipeline, for callers that run code of their own between them.
 enum SampleStage : int32_t {
@@ -67,19 +72,19 @@ struct SampleBatch {
   const int32_t* prompt_lens;   // [num_rows] how many of them are prompt
   const int32_t* history;       // [*, history_stride] by slot
   int64_t history_stride;
-  const int32_t* bitmask;       // [*, bitmask_stride], or null
+  const int32_t* bitmask;  // [*, bitmask_stride], or null
   int64_t bitmask_stride;
   const int32_t* bitmask_rows;  // [num_rows], -1 = unconstrained; null if bitmask is
   const float* raw;             // [*, raw_stride] logits before another's changes, or null
   int64_t raw_stride;
-  const int32_t* raw_rows;      // [num_rows], -1 = the row of logits itself; null if raw is
+  const int32_t* raw_rows;  // [num_rows], -1 = the row of logits itself; null if raw is
   int32_t stages;
-  int32_t* tokens;              // [num_rows] out
-  int32_t* status;              // [num_rows] in and out: rows whose status is not kRowOk are skipped
-  int32_t* logprob_ids;         // [num_rows, logprob_stride] out, or null: sampled id, then the others
-  float* logprobs;              // [num_rows, logprob_stride] out
+  int32_t* tokens;       // [num_rows] out
+  int32_t* status;       // [num_rows] in and out: rows whose status is not kRowOk are skipped
+  int32_t* logprob_ids;  // [num_rows, logprob_stride] out, or null: sampled id, then the others
+  float* logprobs;       // [num_rows, logprob_stride] out
   int64_t logprob_stride;
-  int32_t* ranks;               // [num_rows] out: entries at least as large as the sampled one's
+  int32_t* ranks;  // [num_rows] out: entries at least as large as the sampled one's
 };
 
 // Entry of a row with its weight; ordered by `better`.
@@ -114,9 +119,11 @@ class Sampler {
   void run(const SampleBatch& batch);
 
   // Log-probabilities (or logits, by mode) of the given ids and of the k best of each row [num_rows, stride];
-  // outputs as in SampleBatch, with k + 1 columns. status[i] is kRowNotFinite for rows that hold NaN or +infinity.
+  // outputs as in SampleBatch, with k + 1 columns. status[i] is kRowNotFinite for rows that hold NaN or
+  // +infinity.
   void prompt_logprobs(const float* logits, int64_t stride, int64_t num_rows, const int32_t* ids, int64_t k,
-                       int32_t* out_ids, float* out_values, int64_t out_stride, int32_t* ranks, int32_t* status);
+                       int32_t* out_ids, float* out_values, int64_t out_stride, int32_t* ranks,
+                       int32_t* status);
 
  private:
   void run_row(const SampleBatch& batch, int64_t row, SamplerScratch& scratch) const;

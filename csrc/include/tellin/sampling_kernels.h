@@ -1,33 +1,35 @@
 // Vector loops of the sampler: the border between sampler.cpp and the instruction-set units.
 //
 // A row of logits is seen as blocks of kSampleBlock entries, the last one possibly shorter. Probabilities are
-// integers: weight(x) = round(2^44 * exp((x - max) / T)), so that sums are exact and do not depend on the order
-// of summation, on the vector width or on which entries were skipped because their weight is zero. exp is one
-// fixed sequence of float32 operations; every variant gives the same bits.
+// integers: weight(x) = round(2^44 * exp((x - max) / T)), so that sums are exact and do not depend on the
+// order of summation, on the vector width or on which entries were skipped because their weight is zero. exp
+// is one fixed sequence of float32 operations; every variant gives the same bits.
 //
-// PODs only (see quant_types.h): included by every instruction-set unit. Kernels do not allocate and do not throw.
+// PODs only (see quant_types.h): included by every instruction-set unit. Kernels do not allocate and do not
+// throw.
 #pragma once
 #include <cstdint>
 
 namespace tellin {
 
-constexpr int64_t kSampleBlock = 64;      // entries per block: 4 vectors of 512 bits, 4096 blocks for 262k ids
-constexpr int kWeightBits = 44;           // weight of the maximum; 2^19 ids sum to less than 2^63
-constexpr float kWeightCutoff = 31.2f;    // exp(-31.2) * 2^44 < 0.5: entries further down weigh nothing
+constexpr int64_t kSampleBlock = 64;    // entries per block: 4 vectors of 512 bits, 4096 blocks for 262k ids
+constexpr int kWeightBits = 44;         // weight of the maximum; 2^19 ids sum to less than 2^63
+constexpr float kWeightCutoff = 31.2f;  // exp(-31.2) * 2^44 < 0.5: entries further down weigh nothing
 
 struct SamplingKernels {
   const char* isa;
 
-  // maxima[b] = largest entry of block b. Returns false if an entry is NaN or +infinity (maxima are then undefined).
+  // maxima[b] = largest entry of block b. Returns false if an entry is NaN or +infinity (maxima are then
+  // undefined).
   bool (*block_max)(const float* x, int64_t n, float* maxima);
-  // masses[b] = sum of the weights of the entries of block b that are >= lowest; returns their sum over all blocks.
-  // Blocks whose maximum cannot contribute are skipped. inv_t = 1 / temperature.
+  // masses[b] = sum of the weights of the entries of block b that are >= lowest, or 0 if the block's maximum
+  // is below least_max; returns the sum over all blocks. inv_t = 1 / temperature.
   uint64_t (*block_mass)(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
-                         uint64_t* masses);
+                         float least_max, uint64_t* masses);
   // weights[i] for n <= kSampleBlock entries.
   void (*weights)(const float* x, int64_t n, float max, float inv_t, uint64_t* weights);
   // Number of entries >= value.
-  int64_t (*count_at_least)(const float* x, int64_t n, float value);
+  int64_t (*count_at_least)(const float* x, int64_t n, const float* maxima, float value);
   // x[i] = -infinity where bit i of the mask is 0 (least significant bit first, ceil(n / 32) words).
   void (*apply_bitmask)(float* x, int64_t n, const int32_t* mask);
   // x[i] /= divisor

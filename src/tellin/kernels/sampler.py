@@ -215,6 +215,6 @@ def stop_ids(params: SamplingParams) -> list[int]:
     return sorted(ids)
 
 
-def random_bits(key: int, index: int, purpose: int) -> int:
-    """64 bits of Philox4x32-10 under ``key`` for the counter (index, purpose, 0, 0)."""
-    return _C.philox_u64(key, index, purpose)
+def random_words(key: int, index: int, purpose: int) -> list[int]:
+    """Four 32-bit words of Philox4x32-10 under ``key`` for the counter (index, purpose, 0, 0)."""
+    return _C.philox4x32(key, index, purpose)
