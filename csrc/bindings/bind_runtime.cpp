@@ -155,6 +155,9 @@ class BoundProgram {
 }  // namespace
 
 void bind_runtime(nb::module_& m) {
+  nb::class_<ThreadTeam>(m, "ThreadTeam")
+      .def(nb::init<int>(), "num_threads"_a)
+      .def_prop_ro("num_threads", &ThreadTeam::num_threads);
   nb::class_<BoundProgram>(m, "Program", "A plan compiled for this machine (csrc/include/tellin/program.h).")
       .def(nb::init<const std::string&, int, int64_t, const std::string&, bool>(), "isa"_a, "num_threads"_a,
            "block_size"_a, "kv_dtype"_a, "high_precision"_a)
@@ -270,6 +273,9 @@ void bind_runtime(nb::module_& m) {
       .def_prop_ro("kv_bytes_per_block", [](BoundProgram& p) { return p.program.kv_bytes_per_block(); })
       .def_prop_ro("num_kv_blocks", [](BoundProgram& p) { return p.program.num_kv_blocks(); })
       .def_prop_ro("num_threads", [](BoundProgram& p) { return p.program.num_threads(); })
+      .def_prop_ro(
+          "thread_team", [](BoundProgram& p) -> ThreadTeam& { return p.program.team(); },
+          nb::rv_policy::reference_internal)
       .def_prop_ro("isa", [](BoundProgram& p) { return std::string(p.program.isa()); })
       .def_prop_ro("weight_bytes", [](BoundProgram& p) { return p.program.weight_bytes(); })
       .def_prop_ro("last_forward_s", [](BoundProgram& p) { return p.program.last_forward_s(); });

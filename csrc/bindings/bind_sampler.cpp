@@ -95,7 +95,7 @@ void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots,
             Column<int32_t> status, int32_t stages, std::optional<Rows<const int32_t>> bitmask,
             std::optional<Column<const int32_t>> bitmask_rows, std::optional<Rows<const float>> raw,
             std::optional<Column<const int32_t>> raw_rows, std::optional<Rows<int32_t>> logprob_ids,
-            std::optional<Rows<float>> logprobs, std::optional<Column<int32_t>> ranks) {
+            std::optional<Rows<float>> logprobs, std::optional<Column<int32_t>> ranks, ThreadTeam* team) {
   const size_t n = slots.shape(0);
   check_rows(sampler, logits, slots, logits_rows, history_lens, prompt_lens, history);
   require(tokens.shape(0) == n && status.shape(0) == n, "tokens and status must have one entry per row");
@@ -151,12 +151,12 @@ void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots,
     batch.ranks = ranks->data();
   }
   nb::gil_scoped_release release;
-  sampler.run(batch);
+  sampler.run(batch, team);
 }
 
 void prompt_logprobs(Sampler& sampler, Rows<const float> logits, Column<const int32_t> ids, int64_t k,
                      Rows<int32_t> out_ids, Rows<float> out_values, Column<int32_t> ranks,
-                     Column<int32_t> status) {
+                     Column<int32_t> status, ThreadTeam* team) {
   const size_t n = ids.shape(0);
   require_rows(logits, "rows of logits must be contiguous");
   require_rows(out_ids, "rows of out_ids must be contiguous");
@@ -174,7 +174,8 @@ void prompt_logprobs(Sampler& sampler, Rows<const float> logits, Column<const in
   require_below(ids, 0, sampler.num_ids(), "an id is out of range");
   nb::gil_scoped_release release;
   sampler.prompt_logprobs(logits.data(), logits.stride(0), static_cast<int64_t>(n), ids.data(), k,
-                          out_ids.data(), out_values.data(), out_ids.stride(0), ranks.data(), status.data());
+                          out_ids.data(), out_values.data(), out_ids.stride(0), ranks.data(), status.data(),
+                          team);
 }
 
 }  // namespace
@@ -201,9 +202,11 @@ void bind_sampler(nb::module_& m) {
            nb::arg("status"), nb::arg("stages"), nb::arg("bitmask").none() = nb::none(),
            nb::arg("bitmask_rows").none() = nb::none(), nb::arg("raw").none() = nb::none(),
            nb::arg("raw_rows").none() = nb::none(), nb::arg("logprob_ids").none() = nb::none(),
-           nb::arg("logprobs").none() = nb::none(), nb::arg("ranks").none() = nb::none())
+           nb::arg("logprobs").none() = nb::none(), nb::arg("ranks").none() = nb::none(),
+           nb::arg("team").none() = nb::none())
       .def("prompt_logprobs", &prompt_logprobs, nb::arg("logits"), nb::arg("ids"), nb::arg("k"),
-           nb::arg("out_ids"), nb::arg("out_values"), nb::arg("ranks"), nb::arg("status"))
+           nb::arg("out_ids"), nb::arg("out_values"), nb::arg("ranks"), nb::arg("status"),
+           nb::arg("team").none() = nb::none())
       .def("num_logprob_columns", &Sampler::num_logprob_columns, nb::arg("slot"))
       .def_prop_ro("isa", [](const Sampler& self) { return self.kernels().isa; })
       .def_prop_ro("num_ids", &Sampler::num_ids);

@@ -1,8 +1,10 @@
 #include "tellin/sampler.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <new>
 #include <stdexcept>
 #include <utility>
 
@@ -13,7 +15,8 @@ namespace tellin {
 namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-constexpr uint32_t kAdjusted = 0x80000000u;  // mark in the counts: the repetition penalty is applied
+constexpr int64_t kMinTeamEntries = 1 << 20;  // about 0.1 ms of work on one core
+constexpr uint32_t kAdjusted = 0x80000000u;   // mark in the counts: the repetition penalty is applied
 
 bool is_id(int32_t id, int64_t n) {
   return id >= 0 && id < n;
@@ -308,10 +311,32 @@ int64_t Sampler::num_logprob_columns(int64_t slot) const {
   return params.num_logprobs < 0 ? 0 : 1 + std::min<int64_t>(params.num_logprobs, num_ids_);
 }
 
-void Sampler::run(const SampleBatch& batch) {
-  for (int64_t row = 0; row < batch.num_rows; ++row) {
-    if (batch.status[row] == kRowOk) run_row(batch, row, scratch_[0]);
+// f(row, scratch) for every row: on the team if there is enough to do for waking it to pay.
+template <class F>
+void Sampler::for_each_row(int64_t num_rows, ThreadTeam* team, F&& f) {
+  const bool alone = team == nullptr || team->num_threads() == 1 || num_rows == 1 ||
+                     num_rows * num_ids_ < kMinTeamEntries || num_rows > ThreadTeam::kMaxTasks;
+  if (alone) {
+    for (int64_t row = 0; row < num_rows; ++row) f(row, scratch_[0]);
+    return;
   }
+  const size_t members = static_cast<size_t>(team->num_threads());
+  if (scratch_.size() < members) scratch_.resize(members);
+  std::atomic<bool> failed{false};
+  team->parallel_for(num_rows, [&](int64_t row, int member) noexcept {
+    try {
+      f(row, scratch_[static_cast<size_t>(member)]);
+    } catch (...) {  // only memory can run out
+      failed.store(true, std::memory_order_relaxed);
+    }
+  });
+  if (failed.load(std::memory_order_relaxed)) throw std::bad_alloc();
+}
+
+void Sampler::run(const SampleBatch& batch, ThreadTeam* team) {
+  for_each_row(batch.num_rows, team, [&](int64_t row, SamplerScratch& scratch) {
+    if (batch.status[row] == kRowOk) run_row(batch, row, scratch);
+  });
 }
 
 void Sampler::run_row(const SampleBatch& batch, int64_t row, SamplerScratch& scratch) const {
@@ -322,21 +347,20 @@ void Sampler::run_row(const SampleBatch& batch, int64_t row, SamplerScratch& scr
 
 void Sampler::prompt_logprobs(const float* logits, int64_t stride, int64_t num_rows, const int32_t* ids,
                               int64_t k, int32_t* out_ids, float* out_values, int64_t out_stride,
-                              int32_t* ranks, int32_t* status) {
-  SamplerScratch& scratch = scratch_[0];
-  scratch.maxima.resize(static_cast<size_t>(num_sample_blocks(num_ids_)));
-  scratch.masses.resize(scratch.maxima.size());
-  for (int64_t i = 0; i < num_rows; ++i) {
+                              int32_t* ranks, int32_t* status, ThreadTeam* team) {
+  for_each_row(num_rows, team, [&](int64_t i, SamplerScratch& scratch) {
+    scratch.maxima.resize(static_cast<size_t>(num_sample_blocks(num_ids_)));
+    scratch.masses.resize(scratch.maxima.size());
     // The row is only read: LogitsRow is shared with code that writes.
     float* x = const_cast<float*>(logits + i * stride);
     if (!kernels_->block_max(x, num_ids_, scratch.maxima.data())) {
       status[i] = kRowNotFinite;
-      continue;
+      return;
     }
     const float max = max_of_maxima(scratch.maxima.data(), num_ids_);
     if (max == kNegInf) {
       status[i] = kRowNothingLeft;
-      continue;
+      return;
     }
     const LogitsRow row = {kernels_, x, num_ids_, scratch.maxima.data(), max, 1.0f};
     ValueMap value{is_logits(mode_), max, 1.0f, 0.0};
@@ -347,7 +371,7 @@ void Sampler::prompt_logprobs(const float* logits, int64_t stride, int64_t num_r
     report(row, value, ids[i], nullptr, std::min(k, num_ids_), scratch.sorted_maxima, scratch.candidates,
            out_ids + i * out_stride, out_values + i * out_stride, ranks + i);
     status[i] = kRowOk;
-  }
+  });
 }
 
 }  // namespace tellin

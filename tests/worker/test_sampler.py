@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from tellin.kernels import _C
 from tellin.kernels.sampler import RowStatus, Sampler, SampleResult, SampleRows, random_words
 from tellin.sampling_params import SamplingParams
 from tests.worker import reference_sampler as oracle
@@ -196,6 +197,31 @@ def test_all_variants_give_the_same_bits(isa: str) -> None:
     assert one.logprobs.tobytes() == best.logprobs.tobytes()
 
 
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_threads_do_not_change_rows(num_threads: int) -> None:
+    """Promise 1: a team of any size gives the bits that one thread gives."""
+    rng = np.random.default_rng(8)
+    logits = (rng.normal(size=(300, 8000)) * 3).astype(F)
+    sampler = Sampler(8000)
+    for i, params in enumerate([SamplingParams(top_p=0.9, logprobs=2), SamplingParams()]):
+        sampler.set_slot(i, params, 17)
+    rows = SampleRows(
+        np.arange(300, dtype=np.int32) % 2,
+        np.arange(300, dtype=np.int32),
+        np.arange(300, dtype=np.int32),
+        np.zeros(300, np.int32),
+        np.zeros((2, 300), np.int32),
+    )
+    alone = sampler.sample(logits.copy(), rows, num_logprob_columns=3)
+    prompt = sampler.prompt_logprobs(logits, np.zeros(300, np.int32), 3)
+    sampler.team = _C.ThreadTeam(num_threads)
+    shared = sampler.sample(logits.copy(), rows, num_logprob_columns=3)
+    assert shared.tokens.tolist() == alone.tokens.tolist()
+    assert shared.logprobs[::2].tobytes() == alone.logprobs[::2].tobytes()
+    again = sampler.prompt_logprobs(logits, np.zeros(300, np.int32), 3)
+    assert again.logprobs.tobytes() == prompt.logprobs.tobytes()
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 4.0])
 @pytest.mark.parametrize(
     "params",
@@ -234,7 +260,7 @@ def test_draws_from_the_tail() -> None:
 
 
 def test_min_p_near_zero() -> None:
-    """The lowest kept value is near 0, where floats are much finer than the differences that count."""
+    """The lowest kept value is near 0, where floats are finer than the differences that count."""
     logits = np.full(300, -50, F)
     logits[0] = 4.0
     logits[1:101] = np.linspace(-1e-6, 1e-6, 100)
@@ -259,7 +285,7 @@ def test_philox_known_answers() -> None:
 
 
 def test_distribution_is_softmax() -> None:
-    """E2: 1e5 draws over 10 ids with consecutive output indices; chi-square below the 1e-4 quantile."""
+    """E2: 1e5 draws over 10 ids, one per output index; chi-square below the 1e-4 quantile."""
     n, draws = 10, 100_000
     logits = np.linspace(-2, 2, n).astype(F)
     sampler = Sampler(n)

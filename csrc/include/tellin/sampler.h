@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "tellin/sampling_kernels.h"
+#include "tellin/thread_team.h"
 
 namespace tellin {
 
@@ -115,17 +116,20 @@ class Sampler {
   int64_t num_ids() const { return num_ids_; }
   const SamplingKernels& kernels() const { return *kernels_; }
 
-  // Runs the stages on every row; rows must name slots that were set and lie inside the arrays.
-  void run(const SampleBatch& batch);
+  // Runs the stages on every row, on the threads of `team` if there is one; rows must name slots that were
+  // set and lie inside the arrays. Throws std::bad_alloc; what rows hold is then undefined.
+  void run(const SampleBatch& batch, ThreadTeam* team);
 
   // Log-probabilities (or logits, by mode) of the given ids and of the k best of each row [num_rows, stride];
   // outputs as in SampleBatch, with k + 1 columns. status[i] is kRowNotFinite for rows that hold NaN or
   // +infinity.
   void prompt_logprobs(const float* logits, int64_t stride, int64_t num_rows, const int32_t* ids, int64_t k,
                        int32_t* out_ids, float* out_values, int64_t out_stride, int32_t* ranks,
-                       int32_t* status);
+                       int32_t* status, ThreadTeam* team);
 
  private:
+  template <class F>
+  void for_each_row(int64_t num_rows, ThreadTeam* team, F&& f);
   void run_row(const SampleBatch& batch, int64_t row, SamplerScratch& scratch) const;
 
   int64_t num_ids_;

@@ -6,6 +6,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+class ThreadTeam:
+    """The threads of a program (csrc/include/tellin/thread_team.h)."""
+
+    def __init__(self, num_threads: int) -> None: ...
+    @property
+    def num_threads(self) -> int: ...
+
 class Program:
     """A plan compiled for this machine (csrc/include/tellin/program.h)."""
 
@@ -89,6 +96,8 @@ class Program:
     @property
     def num_threads(self) -> int: ...
     @property
+    def thread_team(self) -> ThreadTeam: ...
+    @property
     def isa(self) -> str: ...
     @property
     def weight_bytes(self) -> int: ...
@@ -126,6 +135,8 @@ class PackedLinear:
     def packed_bytes(self) -> int: ...
 
 class Sampler:
+    """Logits to token ids and log-probabilities (csrc/include/tellin/sampler.h)."""
+
     def __init__(self, num_ids: int, mode: int, isa: str | None = None) -> None: ...
     def set_slot(
         self,
@@ -166,6 +177,7 @@ class Sampler:
         logprob_ids: NDArray[np.int32] | None = None,
         logprobs: NDArray[np.float32] | None = None,
         ranks: NDArray[np.int32] | None = None,
+        team: ThreadTeam | None = None,
     ) -> None: ...
     def prompt_logprobs(
         self,
@@ -176,6 +188,7 @@ class Sampler:
         out_values: NDArray[np.float32],
         ranks: NDArray[np.int32],
         status: NDArray[np.int32],
+        team: ThreadTeam | None = None,
     ) -> None: ...
     def num_logprob_columns(self, slot: int) -> int: ...
     @property
@@ -183,5 +196,5 @@ class Sampler:
     @property
     def num_ids(self) -> int: ...
 
-def philox_u64(key: int, index: int, purpose: int) -> int:
-    """64 bits of Philox4x32-10 for the counter (index, purpose, 0, 0)."""
+def philox4x32(key: int, index: int, purpose: int) -> list[int]:
+    """Four words of Philox4x32-10 for the counter (index, purpose, 0, 0)."""

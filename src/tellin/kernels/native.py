@@ -152,6 +152,11 @@ class NativeBackend:
             raise EngineError(f"no hidden states: {error}") from None
 
     @property
+    def thread_team(self) -> _C.ThreadTeam:
+        """The threads that run steps, for other native work between steps."""
+        return self._live().thread_team
+
+    @property
     def last_forward_s(self) -> float:
         """Seconds spent in the last `forward`, all of them native."""
         return self._live().last_forward_s

@@ -97,9 +97,13 @@ class Sampler:
         isa: instruction set variant; None = the best one. All give the same bits.
     """
 
-    def __init__(self, num_ids: int, logprobs_mode: str = "raw_logprobs", isa: str | None = None):
+    def __init__(
+        self, num_ids: int, logprobs_mode: str = "raw_logprobs", isa: str | None = None
+    ) -> None:
         self._native = _C.Sampler(num_ids, LOGPROBS_MODES.index(logprobs_mode), isa)
         self.num_ids = num_ids
+        self.team: _C.ThreadTeam | None = None
+        """Threads to share the rows among; None = the caller's alone. The result is the same."""
 
     @property
     def isa(self) -> str:
@@ -183,6 +187,7 @@ class Sampler:
             result.logprob_ids,
             result.logprobs,
             result.ranks,
+            self.team,
         )
         return result
 
@@ -203,7 +208,7 @@ class Sampler:
         shape = (num_rows, best + 1)
         ranks, status = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
         out_ids, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
-        self._native.prompt_logprobs(logits, ids, best, out_ids, values, ranks, status)
+        self._native.prompt_logprobs(logits, ids, best, out_ids, values, ranks, status, self.team)
         return SampleResult(ids, status, out_ids, values, ranks)
 
 

@@ -53,11 +53,12 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, backend: Backend) -> None:
         model = config.model_config
         self.config = config
-        self._backend: Backend | None = backend
         self.block_size = config.cache_config.block_size
         self.vocab_size = model.vocab_size
         self.num_ids = min(model.tokenizer_size or model.vocab_size, model.vocab_size)
         self.sampler = Sampler(self.num_ids, model.logprobs_mode)
+        self._backend: Backend | None = None
+        self.adopt_backend(backend)
         self.batch = InputBatch()
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}
         self._max_prompt_logits = max(_PROMPT_LOGITS_BYTES // (4 * self.vocab_size), 16)
@@ -91,12 +92,14 @@ class ModelRunner:
     def release_backend(self) -> None:
         """Give weights and pool back."""
         backend, self._backend = self._backend, None
+        self.sampler.team = None
         if backend is not None:
             backend.close()
 
     def adopt_backend(self, backend: Backend) -> None:
         """Go on with a fresh backend for the same model."""
         self._backend = backend
+        self.sampler.team = getattr(backend, "thread_team", None)
 
     # ------------------------------------------------------------------ forward
 
