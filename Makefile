@@ -73,7 +73,7 @@ $(STAMPS)/install: pyproject.toml $(STAMPS)/build-requires
 
 $(STAMPS)/extension: $(CPP_SOURCES) $(STAMPS)/install
 	@[ ! -e $@ ] || echo "compiling the extension"
-	@cmake --build $(BUILD) --parallel $(JOBS) > $(BUILD)/build.log || { cat $(BUILD)/build.log; exit 1; }
+	@cmake --build $(BUILD) --parallel $(JOBS) > $(BUILD)/build.log 2>&1 || { cat $(BUILD)/build.log; exit 1; }
 	@cmake --install $(BUILD) --prefix "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("platlib"))')" >> $(BUILD)/build.log
 	@touch $@
 

@@ -1,13 +1,15 @@
 """Transformers on PyTorch: the model in float32 or bfloat16, whichever is faster for the case.
 
-A GGUF file is dequantised by Transformers' own loader. Batched cases use one batch of equal
-prompts' lengths, the best case for it.
+A GGUF file is dequantised by Transformers' own loader. Batched cases use one batch of prompts of
+equal length, the best case for it. ``--export GGUF FOLDER`` writes such a file as a safetensors
+folder, for engines that read nothing else.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -102,6 +104,16 @@ class HuggingFaceDriver(Driver):
             ids = output.logits[:, -1:].argmax(-1)
         return time.perf_counter() - started
 
+    def export(self, model: str, folder: str) -> None:
+        """Write weights (bfloat16) and tokenizer as a safetensors folder."""
+        network = self._open("AutoModelForCausalLM", model, dtype=self._torch.bfloat16)
+        # What was loaded is plain bfloat16, though it remembers the file it came from.
+        network.hf_quantizer = None
+        if hasattr(network.config, "quantization_config"):
+            del network.config.quantization_config
+        network.save_pretrained(folder)
+        self._open("AutoTokenizer", model).save_pretrained(folder)
+
     def first_token(self, model: str, report: Callable[..., None]) -> None:
         tokenizer = self._open("AutoTokenizer", model)
         network = self._open("AutoModelForCausalLM", model, dtype=self._torch.float32).eval()
@@ -114,4 +126,7 @@ class HuggingFaceDriver(Driver):
 
 
 if __name__ == "__main__":
-    main(HuggingFaceDriver)
+    if sys.argv[1:2] == ["--export"]:
+        HuggingFaceDriver().export(*sys.argv[2:])
+    else:
+        main(HuggingFaceDriver)
