@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from tellin.engine.stop_strings import StopMatcher
-from tellin.engine.token_table import TokenTable
+from tellin.engine.token_table import MAX_TOKEN_ID, TokenTable
 from tellin.sampling_params import SamplingParams
 
 NUM_CONTEXT_TOKENS = 5
@@ -91,7 +91,7 @@ class WindowStream:
 
     def push(self, token_id: int) -> str:
         is_special = token_id in self._special_ids
-        if is_special and self._skip_special:
+        if (is_special and self._skip_special) or not 0 <= token_id <= MAX_TOKEN_ID:
             return ""
         follows_special = bool(self._ids) and self._ids[-1] in self._special_ids
         self._ids.append(token_id)

@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 
+MAX_TOKEN_ID = 2**32 - 1
+"""Tokenizers take no larger ids."""
+
+
 class TokenizerLike(Protocol):
     """The part of a tokenizer that detokenisation needs."""
 
@@ -77,7 +81,9 @@ class TokenTable:
         if piece is not None and self._family == "byte_level":
             return piece.encode()
         if piece is None:
-            piece = self.tokenizer.backend.id_to_token(token_id) if token_id >= 0 else None
+            if not 0 <= token_id <= MAX_TOKEN_ID:
+                return b""
+            piece = self.tokenizer.backend.id_to_token(token_id)
         if piece is None:
             return b""
         if self._family == "byte_level":
