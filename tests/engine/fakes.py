@@ -16,6 +16,7 @@ from tellin.config import (
     SchedulerConfig,
 )
 from tellin.engine.llm_engine import LLMEngine
+from tellin.loading.tokenizer import Tokenizer
 from tellin.protocol import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -28,14 +29,14 @@ from tellin.protocol import (
     SchedulerStats,
 )
 from tellin.settings import Settings
-from tests.engine.tokenizers_for_tests import TestTokenizer, get
+from tests.engine.tokenizers_for_tests import get
 
 Script = Callable[[EngineCoreRequest], Sequence[Any]]
 """For a request: what it outputs in each step, a list of ids, or keyword arguments of
 `EngineCoreOutput`. The last one is finished with reason length unless it says otherwise."""
 
 
-def make_config(tokenizer: TestTokenizer | None = None, **overrides: Any) -> EngineConfig:
+def make_config(tokenizer: Tokenizer | None = None, **overrides: Any) -> EngineConfig:
     """A configuration for a tokenizer. ``overrides``: sub-configs, or fields of the model's."""
     tokenizer = tokenizer or get("byte_level")
     model: dict[str, Any] = {
@@ -163,7 +164,7 @@ class EngineMaker:
         self,
         script: Script | Sequence[Any] = (),
         *,
-        tokenizer: TestTokenizer | None = None,
+        tokenizer: Tokenizer | None = None,
         log_stats: bool = False,
         config: EngineConfig | None = None,
         client_class: type[FakeClient] = FakeClient,

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from tellin.engine.detokenizer import Detokenizer
 from tellin.engine.token_table import TokenTable
+from tellin.loading.tokenizer import Tokenizer
 from tellin.sampling_params import SamplingParams
-from tests.engine.tokenizers_for_tests import FACTORIES, TestTokenizer, get
+from tests.engine.tokenizers_for_tests import FACTORIES, get
 
 REPLACEMENT = "\ufffd"
 KINDS = sorted(FACTORIES)
@@ -35,7 +36,7 @@ def deltas(detokenizer: Detokenizer, steps: list[list[int]]) -> tuple[list[str],
     return pieces, None
 
 
-def whole_text(tokenizer: TestTokenizer, ids: list[int], skip: bool) -> str:
+def whole_text(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
     return tokenizer.decode(ids, skip_special_tokens=skip)
 
 

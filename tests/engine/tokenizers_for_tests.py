@@ -1,11 +1,21 @@
-"""Small tokenizers of every decoder family, and the wrapper that the shell expects."""
+"""Small tokenizers of every decoder family."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from tellin.loading.tokenizer import Tokenizer as ModelTokenizer
 
 SPECIALS = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 SNIPPETS = [
@@ -23,64 +33,30 @@ SNIPPETS = [
 ]
 
 
-class TestTokenizer:
-    """A tokenizer as the shell uses it, around a ``tokenizers.Tokenizer``."""
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
-    __test__ = False
 
-    def __init__(self, backend: Tokenizer, adds_bos: bool = False) -> None:
-        self.backend = backend
-        self.all_special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+def finish(backend: Tokenizer, adds_bos: bool = False) -> ModelTokenizer:
+    """Add special tokens, and wrap."""
+    backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    bos = backend.token_to_id("<s>")
+    if adds_bos:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", bos)]
         )
-        self.bos_token_id: int | None = backend.token_to_id("<s>")
-        self.eos_token_id: int | None = backend.token_to_id("</s>")
-        self.adds_bos = adds_bos
-        self.templates: list[str | None] = []
-
-    @property
-    def vocab_size(self) -> int:
-        return self.backend.get_vocab_size(with_added_tokens=True)
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        if add_special_tokens and self.adds_bos and ids[:1] != [self.bos_token_id]:
-            assert self.bos_token_id is not None
-            return [self.bos_token_id, *ids]
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
-
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        return [self.backend.id_to_token(token_id) for token_id in ids]
-
-    def apply_chat_template(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        **kwargs: Any,
-    ) -> str:
-        self.templates.append(chat_template)
-        text = "<s>" + "".join(
-            f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>" for m in messages
-        )
-        if continue_final_message:
-            return text.removesuffix("<|im_end|>")
-        return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+    return ModelTokenizer(
+        backend,
+        bos_token_id=bos,
+        eos_token_id=backend.token_to_id("</s>"),
+        chat_templates={"default": TEMPLATE},
+        source=Path("test-tokenizer"),
+    )
 
 
-def _add_specials(tokenizer: Tokenizer) -> Tokenizer:
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
-    return tokenizer
-
-
-def byte_level() -> TestTokenizer:
+def byte_level() -> ModelTokenizer:
     """GPT-2 style: all 256 bytes, and some longer tokens that end inside characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
@@ -95,7 +71,7 @@ def byte_level() -> TestTokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = encode
     tokenizer.decoder = decoders.ByteLevel()
-    return TestTokenizer(_add_specials(tokenizer))
+    return finish(tokenizer)
 
 
 def _sentencepiece_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -112,40 +88,40 @@ def _sentencepiece_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
     return vocab, merges
 
 
-def _sentencepiece(decoder: Any) -> TestTokenizer:
+def _sentencepiece(decoder: Any) -> ModelTokenizer:
     vocab, merges = _sentencepiece_vocab()
     model = models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>")
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     tokenizer.decoder = decoder
-    return TestTokenizer(_add_specials(tokenizer))
+    return finish(tokenizer)
 
 
-def gemma_like() -> TestTokenizer:
+def gemma_like() -> ModelTokenizer:
     """SentencePiece BPE with byte fallback; the text keeps its first space."""
     replace = decoders.Replace("\u2581", " ")
     return _sentencepiece(decoders.Sequence([replace, decoders.ByteFallback(), decoders.Fuse()]))
 
 
-def llama2_like() -> TestTokenizer:
+def llama2_like() -> ModelTokenizer:
     """The same, with the first space of a text taken off."""
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     return _sentencepiece(decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)]))
 
 
-def metaspace() -> TestTokenizer:
+def metaspace() -> ModelTokenizer:
     """SentencePiece without byte fallback: no bytes are known, text comes from windows."""
     return _sentencepiece(decoders.Metaspace())
 
 
-def wordpiece() -> TestTokenizer:
+def wordpiece() -> ModelTokenizer:
     """BERT style: text comes from windows, with spaces between words."""
     words = ["[UNK]", "the", "sea", "shell", "##s", "##ing", "STOP", "!", "é", "汉"]
     vocab = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)
-    return TestTokenizer(_add_specials(tokenizer))
+    return finish(tokenizer)
 
 
 FACTORIES = {
@@ -155,10 +131,10 @@ FACTORIES = {
     "metaspace": metaspace,
     "wordpiece": wordpiece,
 }
-CACHE: dict[str, TestTokenizer] = {}
+CACHE: dict[str, ModelTokenizer] = {}
 
 
-def get(name: str) -> TestTokenizer:
+def get(name: str) -> ModelTokenizer:
     """One shared instance per kind."""
     if name not in CACHE:
         CACHE[name] = FACTORIES[name]()
