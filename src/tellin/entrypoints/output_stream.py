@@ -52,6 +52,10 @@ class OutputStream(Iterator[RequestOutput]):
                 raise output.error
         return output
 
+    def interrupt(self, error: BaseException) -> None:
+        """Make the reader raise ``error`` after the running step. For signal handlers."""
+        self._inbox.error = error
+
     def close(self) -> None:
         """Abort the request if it has not finished. Idempotent."""
         if not self._is_done:

@@ -1,0 +1,119 @@
+"""The command ``tellin``: finds the command's module, parses arguments, maps errors to exit codes.
+
+Exit codes: 0 done, 1 it failed, 2 wrong usage, 130 interrupted. An error is one line on standard
+error, without a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import argparse
+
+EXIT_OK = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+COMMANDS = {
+    "generate": "complete or answer a prompt",
+    "chat": "talk to a model",
+    "pull": "fetch a model into the model store",
+    "models": "list known and pulled models",
+    "plan": "print the operations a model was compiled to",
+}
+"""Command, and what it does. The module is `tellin.entrypoints.commands.<command>`."""
+
+EPILOG = """\
+examples:
+  tellin pull smollm2
+  tellin generate "What is the capital of France?"
+  tellin chat --model ./model.gguf
+  tellin COMMAND --help
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no error
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _silence_stdout()
+        return EXIT_BROKEN_PIPE
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] in (["--version"], ["-V"]):
+        from tellin import __version__
+
+        print(f"tellin {__version__}")
+        return EXIT_OK
+    command = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    if command is None:
+        return _no_command(arguments)
+    module = import_module(f"tellin.entrypoints.commands.{command}")
+    parser = _make_parser(f"tellin {command}", module.DESCRIPTION, module.EXAMPLES)
+    module.add_arguments(parser)
+    from tellin.exceptions import InvalidParameterError, TellinError
+
+    try:
+        args = parser.parse_args(arguments[1:])
+        code: int = module.run(args)
+        sys.stdout.flush()
+        return code
+    except SystemExit as exc:  # argparse has printed its message
+        return exc.code if isinstance(exc.code, int) else EXIT_USAGE
+    except InvalidParameterError as error:
+        print(f"tellin {command}: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except TellinError as error:
+        print(f"tellin {command}: error: {error}", file=sys.stderr)
+        return EXIT_ERROR
+
+
+def _no_command(arguments: list[str]) -> int:
+    parser = _make_parser("tellin", "LLM inference on ordinary machines.", EPILOG)
+    parser.add_argument("-V", "--version", action="store_true", help="print the version")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for name, help_text in COMMANDS.items():
+        subparsers.add_parser(name, help=help_text, add_help=False)
+    try:
+        parser.parse_args(arguments)
+    except SystemExit as exc:
+        return exc.code if isinstance(exc.code, int) else EXIT_USAGE
+    parser.print_help(sys.stderr)
+    return EXIT_USAGE
+
+
+def _make_parser(prog: str, description: str, examples: str) -> argparse.ArgumentParser:
+    import argparse
+
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _silence_stdout() -> None:
+    """The reader is gone: nothing may be written any more, not even when Python ends."""
+    import os
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
