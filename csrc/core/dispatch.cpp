@@ -1,4 +1,4 @@
-// Choice of the kernel variant: the best one this machine runs, or the one asked for by name.
+// Choice of the linear kernels' variant: the best one this machine runs, or the one asked for by name.
 #include <cstring>
 
 #include "linear_core.h"
@@ -7,7 +7,7 @@ namespace tellin {
 namespace {
 
 struct Variants {
-  LinearKernels tables[4];  // best first
+  LinearKernels tables[5];  // best first
   int count = 0;
 
   void add(const LinearKernels* isa_table) {
@@ -23,6 +23,9 @@ struct Variants {
     [[maybe_unused]] const CpuFeatures features = cpu_features();
 #ifdef TELLIN_HAVE_AVX512
     if (features.avx512) add(avx512_linear_table());
+#endif
+#ifdef TELLIN_HAVE_AVXVNNI
+    if (features.avxvnni) add(avxvnni_linear_table());
 #endif
 #ifdef TELLIN_HAVE_AVX2
     if (features.avx2) add(avx2_linear_table());

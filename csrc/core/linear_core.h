@@ -13,12 +13,14 @@ void dequantize_row(QuantType type, const uint8_t* src, int64_t row, int64_t k, 
 // Tables of the instruction sets compiled in: only the fields that depend on one are set (see dispatch.cpp).
 const LinearKernels* portable_linear_table();
 const LinearKernels* avx2_linear_table();
+const LinearKernels* avxvnni_linear_table();
 const LinearKernels* avx512_linear_table();
 const LinearKernels* neon_linear_table();
 
 // What this processor and its operating system allow.
 struct CpuFeatures {
   bool avx2;    // AVX2, FMA, F16C, BMI2
+  bool avxvnni;  // avx2 and AVX-VNNI
   bool avx512;  // F, BW, VL, DQ, VNNI
   bool neon;    // Advanced SIMD with dot products
 };

@@ -17,10 +17,19 @@ const VectorKernels* vector_table_avx512();
 const AttentionKernels* attention_table_avx512();
 #endif
 
+namespace {
+
+// The AVX-VNNI variant differs from AVX2 in the linear kernels only.
+[[maybe_unused]] bool is_avx2(const char* isa) {
+  return std::strcmp(isa, "avx2") == 0 || std::strcmp(isa, "avxvnni") == 0;
+}
+
+}  // namespace
+
 const VectorKernels* vector_kernels(const char* isa) {
   if (std::strcmp(isa, "portable") == 0) return vector_table_portable();
 #ifdef TELLIN_HAVE_AVX2
-  if (std::strcmp(isa, "avx2") == 0) return vector_table_avx2 ? vector_table_avx2() : nullptr;
+  if (is_avx2(isa)) return vector_table_avx2 ? vector_table_avx2() : nullptr;
 #endif
 #ifdef TELLIN_HAVE_AVX512
   if (std::strcmp(isa, "avx512") == 0) return vector_table_avx512();
@@ -31,7 +40,7 @@ const VectorKernels* vector_kernels(const char* isa) {
 const AttentionKernels* attention_kernels(const char* isa) {
   if (std::strcmp(isa, "portable") == 0) return attention_table_portable();
 #ifdef TELLIN_HAVE_AVX2
-  if (std::strcmp(isa, "avx2") == 0) return attention_table_avx2 ? attention_table_avx2() : nullptr;
+  if (is_avx2(isa)) return attention_table_avx2 ? attention_table_avx2() : nullptr;
 #endif
 #ifdef TELLIN_HAVE_AVX512
   if (std::strcmp(isa, "avx512") == 0) return attention_table_avx512();

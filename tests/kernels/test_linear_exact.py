@@ -140,7 +140,7 @@ def test_tiny_and_huge_activations(variant: str, quant_type: QuantType, value: f
 
 def test_wide_variants_agree_bitwise() -> None:
     """AVX2 and AVX-512 do the same roundings in the same order."""
-    wide = [v for v in VARIANTS if v in ("avx2", "avx512")]
+    wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512")]
     rng = np.random.default_rng(5)
     for quant_type, high in MODES:
         k = {256: 512, 32: 608, 1: 303}[quant_type.block_size]

@@ -69,8 +69,8 @@ struct LinearKernels {
   void (*dequantize_row)(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
 };
 
-// Table of the best variant this machine runs (isa == nullptr), or of the one named: "avx512", "avx2", "neon" or
-// "portable" (nullptr if it is unknown or cannot run here).
+// Table of the best variant this machine runs (isa == nullptr), or of the one named: "avx512", "avxvnni", "avx2",
+// "neon" or "portable" (nullptr if it is unknown or cannot run here).
 const LinearKernels* linear_kernels(const char* isa);
 
 // The variants this machine runs, best first.
