@@ -263,8 +263,9 @@ void bind_runtime(nb::module_& m) {
       .def("init_kv_cache", &BoundProgram::init_kv_cache, "num_blocks"_a)
       .def("free_kv_cache", &BoundProgram::free_kv_cache)
       .def("copy_kv_block", &BoundProgram::copy_kv_block, "source"_a, "target"_a)
-      .def("forward", &BoundProgram::forward, "token_ids"_a, "positions"_a, "query_start_loc"_a, "seq_lens"_a,
-           "block_table"_a, "logits_indices"_a)
+      .def("forward", &BoundProgram::forward, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
+           "query_start_loc"_a.noconvert(), "seq_lens"_a.noconvert(), "block_table"_a.noconvert(),
+           "logits_indices"_a.noconvert())
       .def("hidden", &BoundProgram::hidden)
       .def(
           "set_profile", [](BoundProgram& p, bool enabled) { p.program.set_profile(enabled); }, "enabled"_a)

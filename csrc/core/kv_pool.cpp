@@ -19,6 +19,8 @@ KvLayout make_layout(KvDtype dtype, int64_t head_dim, bool scales) {
   if (scales) {
     layout.scale_offset = layout.tile_bytes;
     layout.tile_bytes += 2 * kTilePositions * static_cast<int64_t>(sizeof(float));
+  } else if (head_dim % 16 != 0) {
+    layout.tile_bytes += 64;  // the last row of V is read as whole vectors of up to 16 values
   }
   layout.tile_bytes = round_up(layout.tile_bytes, 64);
   return layout;

@@ -41,7 +41,7 @@ struct KvLayout {
   int64_t head_dim;      // a multiple of 8, at most 512
   int64_t value_offset;  // bytes from the start of a tile to V
   int64_t scale_offset;  // bytes to the scales; 0 = the tile has none
-  int64_t tile_bytes;    // a multiple of 64
+  int64_t tile_bytes;    // a multiple of 64; rows of V may be read 32 bytes past the last one
 };
 
 // Query rows that attend to one partition of one kv head. Rows are ordered by query position.

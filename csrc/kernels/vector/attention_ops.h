@@ -131,13 +131,18 @@ inline void scale_weights(const KvLayout& layout, const uint8_t* const* tiles, i
   }
 }
 
-// acc[r][c .. c + C vectors) += weights of positions [begin, end).
-template <class Read, int R, int C>
+// acc[r][column .. column + C vectors) += weights of positions [begin, end). With a `tail` shorter than a
+// vector, only that many columns count; what is read beyond them lies inside the tile (see kv_pool.cpp).
+template <class Read, int R, int C, bool kTail = false>
 inline void value_columns(const KvLayout& layout, const uint8_t* const* tiles, int64_t begin, int64_t end,
-                          const float* weights, int64_t column, float* acc, int64_t acc_stride) {
+                          const float* weights, int64_t column, float* acc, int64_t acc_stride,
+                          int tail = 0) {
   V sums[R][C];
   for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) sums[r][c] = Simd::load(acc + r * acc_stride + column + c * Simd::kWidth);
+    for (int c = 0; c < C; ++c) {
+      const float* p = acc + r * acc_stride + column + c * Simd::kWidth;
+      sums[r][c] = kTail ? Simd::load_partial(p, tail) : Simd::load(p);
+    }
   }
   const int64_t row_bytes = layout.head_dim * Read::kBytes;
   for (int64_t j = begin; j < end;) {
@@ -155,19 +160,23 @@ inline void value_columns(const KvLayout& layout, const uint8_t* const* tiles, i
     }
   }
   for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) Simd::store(acc + r * acc_stride + column + c * Simd::kWidth, sums[r][c]);
+    for (int c = 0; c < C; ++c) {
+      float* p = acc + r * acc_stride + column + c * Simd::kWidth;
+      if (kTail) {
+        Simd::store_partial(p, sums[r][c], tail);
+      } else {
+        Simd::store(p, sums[r][c]);
+      }
+    }
   }
 }
 
-// head_dim is a multiple of 8: with 16 lanes the last half vector goes value by value, through the same
-// chain.
 template <class Read, int R>
 void value_rows(const KvLayout& layout, const uint8_t* const* tiles, int64_t begin, int64_t end,
                 const float* weights, float* acc, int64_t acc_stride) {
   if (begin >= end) return;
-  constexpr int kC = R * Simd::kAttendCols * 2 <= Simd::kAttendRows * Simd::kAttendCols
-                         ? 2 * Simd::kAttendCols
-                         : Simd::kAttendCols;
+  constexpr int kC =
+      2 * R <= Simd::kAttendRows ? 2 * Simd::kAttendCols : Simd::kAttendCols;  // fewer rows, more columns
   int64_t column = 0;
   for (; column + kC * Simd::kWidth <= layout.head_dim; column += kC * Simd::kWidth) {
     value_columns<Read, R, kC>(layout, tiles, begin, end, weights, column, acc, acc_stride);
@@ -176,18 +185,8 @@ void value_rows(const KvLayout& layout, const uint8_t* const* tiles, int64_t beg
     value_columns<Read, R, 1>(layout, tiles, begin, end, weights, column, acc, acc_stride);
   }
   if (column < layout.head_dim) {
-    // The last half vector: step back so that the vector ends with the row. Its first half was finished
-    // above; the states are padded, so a temporary row is not needed: compute into a copy and keep the new
-    // half.
-    const int64_t back = layout.head_dim - Simd::kWidth;
-    float copy[R][16];
-    for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < Simd::kWidth; ++i) copy[r][i] = acc[r * acc_stride + back + i];
-    }
-    value_columns<Read, R, 1>(layout, tiles, begin, end, weights, back, &copy[0][0] - back, 16);
-    for (int r = 0; r < R; ++r) {
-      for (int64_t d = column; d < layout.head_dim; ++d) acc[r * acc_stride + d] = copy[r][d - back];
-    }
+    value_columns<Read, R, 1, true>(layout, tiles, begin, end, weights, column, acc, acc_stride,
+                                    static_cast<int>(layout.head_dim - column));
   }
 }
 

@@ -66,20 +66,18 @@ struct Simd {
   static inline float half_to_float(uint16_t h) {
     const uint32_t sign = static_cast<uint32_t>(h & 0x8000) << 16;
     const uint32_t magnitude = h & 0x7fff;
+    uint32_t bits = (magnitude << 13) + 0x38000000;                  // exponent bias 15 -> 127
+    if (magnitude >= 0x7c00) bits = (magnitude << 13) | 0x7f800000;  // infinity or NaN
     float value;
-    if (magnitude >= 0x7c00) {  // infinity or NaN
-      const uint32_t bits = sign | 0x7f800000 | ((magnitude & 0x3ff) << 13);
+    if (magnitude < 0x400) {
+      // A denormal half. Float denormals are flushed to zero here, so no intermediate may be one.
+      bits += 0x00800000;
       std::memcpy(&value, &bits, sizeof value);
-      return value;
+      value -= 6.103515625e-05f;  // 2^-14
+      std::memcpy(&bits, &value, sizeof bits);
     }
-    // Placing the half's bits at the float's mantissa and multiplying by 2^112 also normalises denormals.
-    const uint32_t bits = magnitude << 13;
+    bits |= sign;
     std::memcpy(&value, &bits, sizeof value);
-    value *= 5.192296858534828e33f;
-    uint32_t out;
-    std::memcpy(&out, &value, sizeof out);
-    out |= sign;
-    std::memcpy(&value, &out, sizeof value);
     return value;
   }
   static inline uint16_t float_to_half(float x) {  // round to nearest even; |x| <= 65504 or NaN
