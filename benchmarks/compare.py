@@ -28,6 +28,7 @@ from benchmarks.engines import (
     EngineFailedError,
     EngineSpec,
     first_token,
+    path_for,
     resolve,
 )
 from benchmarks.models import FULL_MODELS, QUICK_MODELS, BenchModel, open_bench_model
@@ -74,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     print(_head(result))
     for name in args.models or (QUICK_MODELS if args.quick else FULL_MODELS):
         model = open_bench_model(name, cache)
-        measured = measure_model(model, specs, cases, rounds, args, result["ceilings"])
+        measured = measure_model(model, specs, cases, rounds, args, result["ceilings"], cache)
         result["models"][model.name] = measured
         output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         title = f"\n{model.name} ({model.quant_type}, {model.file_bytes / 1e6:.0f} MB)"
@@ -102,10 +103,12 @@ def measure_model(
     rounds: int,
     args: argparse.Namespace,
     limits: dict[str, Any],
+    cache: Path,
 ) -> dict[str, Any]:
     """All cases and the start of every engine on one model."""
     notes: list[str] = []
-    engines = list(_loaded(model, specs, cases, args.threads, notes))
+    paths = _paths(model, specs, cache, notes)
+    engines = list(_loaded(model, paths, cases, args.threads, notes))
     measured: dict[str, Any] = {
         "file_bytes": model.file_bytes,
         "quant_type": model.quant_type,
@@ -129,15 +132,28 @@ def measure_model(
         for engine in engines:
             engine.close()
     if not args.no_start:
-        alive = [engine.spec for engine in engines]
+        alive = {engine.spec: paths[engine.spec] for engine in engines}
         measured["start"] = measure_start(model, alive, rounds)
     _progress("")
     return measured
 
 
+def _paths(
+    model: BenchModel, specs: list[EngineSpec], cache: Path, notes: list[str]
+) -> dict[EngineSpec, Path]:
+    """What each engine opens; an engine that cannot open this model is noted and left out."""
+    paths = {}
+    for spec in specs:
+        try:
+            paths[spec] = path_for(spec, model.path, specs, cache)
+        except EngineFailedError as error:
+            notes.append(str(error))
+    return paths
+
+
 def _loaded(
     model: BenchModel,
-    specs: list[EngineSpec],
+    paths: dict[EngineSpec, Path],
     cases: list[Case],
     threads: int | None,
     notes: list[str],
@@ -149,12 +165,13 @@ def _loaded(
         "max_model_len": min(longest + 16, model.context_length),
         "max_num_seqs": max((case.streams for case in cases), default=1),
         "vocab_size": model.vocab_size,
+        "dtype": "bfloat16" if machine.has_bfloat16() else "float32",
     }
-    for spec in specs:
+    for spec, path in paths.items():
         _progress(f"{model.name}: loading into {spec.name}")
         engine = Engine(spec)
         try:
-            engine.call("load", model=str(model.path), options=options)
+            engine.call("load", model=str(path), options=options)
         except EngineFailedError as error:
             notes.append(str(error))
             engine.close()
@@ -209,18 +226,18 @@ def busy_neighbour(wanted: bool) -> Iterator[None]:
 
 
 def measure_start(
-    model: BenchModel, specs: list[EngineSpec], rounds: int
+    model: BenchModel, paths: dict[EngineSpec, Path], rounds: int
 ) -> dict[str, dict[str, Any]]:
     """Process start to first token, in turns; medians, and the greatest peak memory."""
-    samples: dict[str, list[dict[str, float]]] = {spec.name: [] for spec in specs}
+    samples: dict[str, list[dict[str, float]]] = {spec.name: [] for spec in paths}
     rows: dict[str, dict[str, Any]] = {}
     for _ in range(rounds):
-        for spec in specs:
+        for spec, path in paths.items():
             if spec.name in rows:
                 continue
             _progress(f"{model.name}: first token of {spec.name}")
             try:
-                samples[spec.name].append(first_token(spec, str(model.path)))
+                samples[spec.name].append(first_token(spec, str(path)))
             except EngineFailedError as error:
                 rows[spec.name] = {"error": str(error)}
     for name, taken in samples.items():

@@ -180,6 +180,36 @@ def first_token(spec: EngineSpec, model: str, timeout: float = 600.0) -> dict[st
     }
 
 
+def path_for(spec: EngineSpec, model: Path, specs: list[EngineSpec], cache: Path) -> Path:
+    """The file or folder that ``spec`` opens for ``model``.
+
+    vLLM reads no GGUF on a CPU: it gets the same weights as a safetensors folder, which
+    Transformers writes into the cache once. Raises `EngineFailedError` where that cannot be had.
+    """
+    if spec.name != "vllm" or model.is_dir():
+        return model
+    folder = cache / f"{model.stem}-safetensors"
+    if folder.is_dir():
+        return folder
+    exporter = next((other for other in specs if other.name == "transformers"), None)
+    if exporter is None:
+        raise EngineFailedError("vllm: reads no GGUF, and transformers is not here to convert it")
+    partial = folder.with_suffix(".partial")
+    done = subprocess.run(
+        [*exporter.command(), "--export", str(model), str(partial)],
+        cwd=ROOT,
+        env=exporter.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:]
+        raise EngineFailedError(f"vllm: cannot convert {model.name}: {' '.join(last)}")
+    partial.rename(folder)
+    return folder
+
+
 def resolve(
     pythons: dict[str, Path | None], names: list[str]
 ) -> tuple[list[EngineSpec], list[str]]:

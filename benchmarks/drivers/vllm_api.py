@@ -50,8 +50,8 @@ class VllmApiDriver(Driver):
         if self.name == "tellin":
             arguments["num_threads"] = options["num_threads"]
         else:
-            arguments["dtype"] = options.get("dtype", "float32")
-        return arguments | options.get("engine_args", {})
+            arguments["dtype"] = options["dtype"]
+        return arguments
 
     def load(self, model: str, options: dict[str, Any]) -> dict[str, Any]:
         started = time.perf_counter()
@@ -130,7 +130,7 @@ class VllmApiDriver(Driver):
     def _first_token_arguments(self, model: str) -> dict[str, Any]:
         if self.name == "tellin":
             return {"model": model, "max_model_len": 2048}
-        return {"model": model, "max_model_len": 2048, "dtype": "float32"}
+        return {"model": model, "max_model_len": 2048}
 
 
 if __name__ == "__main__":

@@ -118,11 +118,13 @@ def test_case_takes_medians_and_ratios() -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_model_with_failing_peers_still_gives_a_table(model: BenchModel) -> None:
+def test_failing_peers_are_left_out(model: BenchModel, tmp_path: Path) -> None:
     args = argparse.Namespace(threads=2, no_start=False)
     cases = [PREFILL, BATCHED, Case("decode", context=490, steps=20)]
     names = ("tellin", "slow", "broken", "mortal", "partial")
-    measured = compare.measure_model(model, [spec(n) for n in names], cases, 3, args, LIMITS)
+    measured = compare.measure_model(
+        model, [spec(n) for n in names], cases, 3, args, LIMITS, tmp_path
+    )
     assert set(measured["engines"]) == {"tellin", "slow", "mortal", "partial"}
     rows = measured["cases"]
     assert list(rows) == ["prefill 100", "decode 4 streams"]  # 490 + 20 tokens do not fit
@@ -138,6 +140,12 @@ def test_model_with_failing_peers_still_gives_a_table(model: BenchModel) -> None
     table = report.rate_table("m", rows, list(measured["engines"]))
     assert "failed" in table
     assert "4.00" in table
+
+
+def test_vllm_without_a_converter_is_left_out(model: BenchModel, tmp_path: Path) -> None:
+    with pytest.raises(EngineFailedError, match="reads no GGUF"):
+        engines.path_for(spec("vllm"), model.path, [spec("tellin")], tmp_path)
+    assert engines.path_for(spec("vllm"), tmp_path, [], tmp_path) == tmp_path  # a folder as it is
 
 
 @pytest.mark.usefixtures("fake")
