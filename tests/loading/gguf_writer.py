@@ -82,44 +82,58 @@ def _list_bytes(values: Sequence[Any]) -> bytes:
     return struct.pack("<IQ", element_type, len(values)) + b"".join(item[4:] for item in encoded)
 
 
-def gguf_bytes(
+@dataclass(frozen=True)
+class TensorEntry:
+    """What the header says of a tensor; shape in row-major order."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+def header_bytes(
     metadata: Mapping[str, Any] | Sequence[tuple[str, Any]],
-    tensors: Mapping[str, np.ndarray | RawTensor] | None = None,
+    entries: Sequence[TensorEntry],
     *,
     version: int = 3,
     magic: bytes = b"GGUF",
     num_keys: int | None = None,
     num_tensors: int | None = None,
     alignment: int = 32,
-    offsets: Mapping[str, int] | None = None,
 ) -> bytes:
-    """A whole file. The keyword arguments overrule what the header would truthfully say."""
+    """Everything in front of the tensors' data, padded. Counts can be overruled."""
     pairs = list(metadata.items()) if isinstance(metadata, Mapping) else list(metadata)
-    entries = {
-        name: tensor if isinstance(tensor, RawTensor) else _raw_tensor(tensor)
-        for name, tensor in (tensors or {}).items()
-    }
-    parts = [
-        magic,
-        struct.pack(
-            "<IQQ",
-            version,
-            len(entries) if num_tensors is None else num_tensors,
-            len(pairs) if num_keys is None else num_keys,
-        ),
-    ]
+    counts = (
+        len(entries) if num_tensors is None else num_tensors,
+        len(pairs) if num_keys is None else num_keys,
+    )
+    parts = [magic, struct.pack("<IQQ", version, *counts)]
     parts += [string_bytes(key) + value_bytes(value) for key, value in pairs]
-    offset = 0
-    payload = []
-    for name, tensor in entries.items():
-        place = offset if offsets is None or name not in offsets else offsets[name]
-        dims = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
-        parts.append(string_bytes(name) + dims + struct.pack("<IQ", tensor.type, place))
-        padded = tensor.data + bytes(-len(tensor.data) % alignment)
-        payload.append(padded)
-        offset += len(padded)
+    for entry in entries:
+        dims = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
+        parts.append(string_bytes(entry.name) + dims + struct.pack("<IQ", entry.type, entry.offset))
     head = b"".join(parts)
-    return head + bytes(-len(head) % alignment) + b"".join(payload)
+    return head + bytes(-len(head) % alignment)
+
+
+def gguf_bytes(
+    metadata: Mapping[str, Any] | Sequence[tuple[str, Any]],
+    tensors: Mapping[str, np.ndarray | RawTensor] | None = None,
+    *,
+    alignment: int = 32,
+    offsets: Mapping[str, int] | None = None,
+    **header: Any,
+) -> bytes:
+    """A whole file. ``offsets`` and ``header`` overrule what the header would truthfully say."""
+    entries, payload, offset = [], [], 0
+    for name, tensor in (tensors or {}).items():
+        raw = tensor if isinstance(tensor, RawTensor) else _raw_tensor(tensor)
+        place = (offsets or {}).get(name, offset)
+        entries.append(TensorEntry(name, raw.shape, raw.type, place))
+        payload.append(raw.data + bytes(-len(raw.data) % alignment))
+        offset += len(payload[-1])
+    return header_bytes(metadata, entries, alignment=alignment, **header) + b"".join(payload)
 
 
 def write_gguf(path: Path, *args: Any, **kwargs: Any) -> Path:

@@ -2,6 +2,8 @@
 
 A template is a stranger's program. It runs in Jinja's immutable sandbox, sees the conversation and
 nothing else, and its failures are the request's: they become request errors that carry its words.
+The sandbox protects files and objects, not processor time: take templates from models, not from
+whoever can send a request.
 The environment (functions, filters, white space) is the one that templates are written for: that of
 the transformers library's ``apply_chat_template``.
 """

@@ -1,0 +1,289 @@
+"""Writes Llama models with random weights in any size and quantisation, for benchmarks and tests.
+
+Weights are random but sane: blocks are valid, values have mean 0 and a standard deviation that
+keeps activations near 1, so that kernels meet no NaN, no infinity and no denormal. The tokenizer is
+byte-level without merges: a character is a token or a few. Run it from the repository's root:
+
+    python -m benchmarks.synthetic /tmp/1b.gguf --size 1b --quant q4_k_m
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tellin.loading.tensors import BLOCK_SIZES, QuantType
+from tests.loading.gguf_writer import TensorEntry, header_bytes
+
+Bytes = npt.NDArray[np.uint8]
+_CHUNK_BLOCKS = 1 << 17
+"""Blocks made at a time: bounds memory while writing models larger than it."""
+_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Dimensions of a Llama model."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+    head_dim: int | None = None
+    max_position_embeddings: int = 8192
+    rope_theta: float = 100_000.0
+    tie_word_embeddings: bool = True
+
+
+SIZES = {
+    "tiny": ModelShape(256, 512, 2, 4, 2, 512),
+    "135m": ModelShape(576, 1536, 30, 9, 3, 49_152),
+    "360m": ModelShape(960, 2560, 32, 15, 5, 49_152),
+    "1b": ModelShape(2048, 8192, 16, 32, 8, 128_256),
+    "3b": ModelShape(3072, 8192, 28, 24, 8, 128_256),
+    "8b": ModelShape(4096, 14_336, 32, 32, 8, 128_256, tie_word_embeddings=False),
+}
+"""Shapes of SmolLM2 (135m, 360m) and Llama 3 (1b, 3b, 8b), and one that a test can afford."""
+
+
+def write_llama(path: Path, shape: ModelShape, quant: str = "q4_0", seed: int = 0) -> Path:
+    """Write a model.
+
+    Args:
+        path: the GGUF file to write.
+        shape: its dimensions.
+        quant: a `QuantType` name in any case, or ``q4_k_m``: the mix that is usual under that name.
+        seed: of the random weights; equal arguments give equal files.
+    """
+    plan = list(_tensors(shape, quant.upper()))
+    entries, offset = [], 0
+    for name, dims, quant_type in plan:
+        entries.append(TensorEntry(name, dims, quant_type.value, offset))
+        num_bytes = _num_blocks(dims, quant_type) * quant_type.block_bytes
+        offset += -(-num_bytes // 32) * 32
+    generator = np.random.default_rng(seed)
+    with path.open("wb") as file:
+        file.write(header_bytes(_metadata(shape, quant), entries))
+        for name, dims, quant_type in plan:
+            num_blocks = _num_blocks(dims, quant_type)
+            sigma = 1.0 if name == "token_embd.weight" else dims[-1] ** -0.5
+            for start in range(0, num_blocks, _CHUNK_BLOCKS):
+                count = min(_CHUNK_BLOCKS, num_blocks - start)
+                file.write(random_blocks(generator, quant_type, count, sigma, len(dims) == 1))
+            file.write(bytes(-file.tell() % 32))
+    return path
+
+
+def random_blocks(
+    generator: np.random.Generator,
+    quant_type: QuantType,
+    num_blocks: int,
+    sigma: float,
+    is_norm: bool = False,
+) -> bytes:
+    """Blocks of one type: values of mean 0 (norms: 1) and standard deviation about ``sigma``."""
+    if quant_type in (QuantType.F32, QuantType.F16, QuantType.BF16):
+        values = generator.standard_normal(num_blocks, dtype=np.float32)
+        values = 1 + np.float32(0.1) * values if is_norm else np.float32(sigma) * values
+        if quant_type is QuantType.F16:
+            return values.astype(np.float16).tobytes()
+        if quant_type is QuantType.BF16:
+            return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        return values.tobytes()
+    blocks = np.frombuffer(
+        generator.bytes(num_blocks * quant_type.block_bytes), dtype=np.uint8
+    ).reshape(num_blocks, -1)
+    blocks = blocks.copy()
+    jitter = generator.uniform(0.8, 1.2, num_blocks)
+    _SCALERS[quant_type](blocks, (sigma * jitter).astype(np.float32))
+    return blocks.tobytes()
+
+
+def _put_half(blocks: Bytes, position: int, values: npt.NDArray[Any]) -> None:
+    blocks[:, position : position + 2] = (
+        values.astype(np.float16).view(np.uint8).reshape(len(blocks), 2)
+    )
+
+
+def _legacy(num_levels: int, has_minimum: bool) -> Callable[[Bytes, npt.NDArray[np.float32]], None]:
+    """Types of 32 elements: scale, perhaps minimum, then equally likely levels."""
+    deviation = num_levels / 12**0.5
+
+    def scale(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
+        step = sigma / deviation
+        _put_half(blocks, 0, step)
+        if has_minimum:
+            _put_half(blocks, 2, -step * (num_levels - 1) / 2)
+
+    return scale
+
+
+def _k_with_minimum(
+    num_levels: int, d_at: int, scales_at: int
+) -> Callable[[Bytes, npt.NDArray[np.float32]], None]:
+    """Types of 256 elements with 6-bit (Q2_K: 4-bit) scales and minimums of sub-blocks.
+
+    Each minimum equals its scale, so that ``dmin = d * middle level`` centres all values.
+    """
+    deviation = num_levels / 12**0.5
+
+    def scale(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
+        if num_levels == 4:
+            low = blocks[:, scales_at : scales_at + 16] & 7 | 8
+            blocks[:, scales_at : scales_at + 16] = low | low << 4
+            mean_scale = 11.5
+        else:
+            sub = blocks[:, scales_at : scales_at + 8] & 31 | 32
+            packed = np.empty((len(blocks), 12), dtype=np.uint8)
+            packed[:, 0:4] = sub[:, 0:4] | sub[:, 4:8] >> 4 << 6
+            packed[:, 4:8] = packed[:, 0:4]
+            packed[:, 8:12] = sub[:, 4:8] & 15 | (sub[:, 4:8] & 15) << 4
+            blocks[:, scales_at : scales_at + 12] = packed
+            mean_scale = 47.5
+        step = sigma / (deviation * mean_scale)
+        _put_half(blocks, d_at, step)
+        _put_half(blocks, d_at + 2, step * (num_levels - 1) / 2)
+
+    return scale
+
+
+def _q3_k(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
+    # Scales are 6-bit values less 32 and levels -4 to 3: all bits random is centred already.
+    _put_half(blocks, 108, sigma / (18.5 * 2.3))
+
+
+def _q6_k(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
+    _put_half(blocks, 208, sigma / (74.0 * 18.5))
+
+
+_SCALERS: dict[QuantType, Callable[[Bytes, npt.NDArray[np.float32]], None]] = {
+    QuantType.Q4_0: _legacy(16, False),
+    QuantType.Q4_1: _legacy(16, True),
+    QuantType.Q5_0: _legacy(32, False),
+    QuantType.Q5_1: _legacy(32, True),
+    QuantType.Q8_0: _legacy(256, False),
+    QuantType.Q2_K: _k_with_minimum(4, 80, 0),
+    QuantType.Q3_K: _q3_k,
+    QuantType.Q4_K: _k_with_minimum(16, 0, 4),
+    QuantType.Q5_K: _k_with_minimum(32, 0, 4),
+    QuantType.Q6_K: _q6_k,
+}
+
+
+def _tensors(shape: ModelShape, quant: str) -> Iterator[tuple[str, tuple[int, ...], QuantType]]:
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    head_dim = shape.head_dim or hidden // shape.num_attention_heads
+    kv = shape.num_key_value_heads * head_dim
+    query = shape.num_attention_heads * head_dim
+
+    def matrix(
+        name: str, rows: int, columns: int, role: str, layer: int = 0
+    ) -> tuple[str, tuple[int, ...], QuantType]:
+        return name, (rows, columns), _quant_type(shape, quant, role, layer, columns)
+
+    yield matrix("token_embd.weight", shape.vocab_size, hidden, "embedding")
+    for i in range(shape.num_hidden_layers):
+        yield f"blk.{i}.attn_norm.weight", (hidden,), QuantType.F32
+        yield matrix(f"blk.{i}.attn_q.weight", query, hidden, "other")
+        yield matrix(f"blk.{i}.attn_k.weight", kv, hidden, "other")
+        yield matrix(f"blk.{i}.attn_v.weight", kv, hidden, "sensitive", i)
+        yield matrix(f"blk.{i}.attn_output.weight", hidden, query, "other")
+        yield f"blk.{i}.ffn_norm.weight", (hidden,), QuantType.F32
+        yield matrix(f"blk.{i}.ffn_gate.weight", inner, hidden, "other")
+        yield matrix(f"blk.{i}.ffn_up.weight", inner, hidden, "other")
+        yield matrix(f"blk.{i}.ffn_down.weight", hidden, inner, "sensitive", i)
+    yield "output_norm.weight", (hidden,), QuantType.F32
+    if not shape.tie_word_embeddings:
+        yield matrix("output.weight", shape.vocab_size, hidden, "head")
+
+
+def _quant_type(shape: ModelShape, quant: str, role: str, layer: int, columns: int) -> QuantType:
+    """Type of a matrix. In ``Q4_K_M`` the head is Q6_K, and so are, in about half of the layers,
+    values and down projections; rows that are no multiple of 256 fall back to 32-element types."""
+    if quant != "Q4_K_M":
+        wanted = QuantType[quant]
+        return wanted if columns % wanted.block_size == 0 else QuantType.Q8_0
+    num_layers = shape.num_hidden_layers
+    eighth = num_layers // 8
+    is_precise = (
+        layer < eighth or layer >= num_layers - eighth or (layer - eighth) % 3 == 2
+        if role == "sensitive"
+        else role == "head" or (role == "embedding" and shape.tie_word_embeddings)
+    )
+    if columns % 256:
+        return QuantType.Q8_0 if is_precise else QuantType.Q5_0
+    return QuantType.Q6_K if is_precise else QuantType.Q4_K
+
+
+def _num_blocks(dims: tuple[int, ...], quant_type: QuantType) -> int:
+    return int(np.prod(dims, dtype=np.int64)) // BLOCK_SIZES[quant_type][0]
+
+
+def _metadata(shape: ModelShape, quant: str) -> dict[str, Any]:
+    head_dim = shape.head_dim or shape.hidden_size // shape.num_attention_heads
+    tokens = [*_SPECIALS, *byte_tokens()]
+    if len(tokens) > shape.vocab_size:
+        raise ValueError(f"vocab_size is {shape.vocab_size}, at least {len(tokens)} are needed")
+    types = [3] * len(_SPECIALS) + [1] * 256
+    fillers = shape.vocab_size - len(tokens)
+    tokens += [f"filler{i}" for i in range(fillers)]
+    types += [1] * fillers
+    return {
+        "general.architecture": "llama",
+        "general.name": f"synthetic {quant}",
+        "llama.block_count": shape.num_hidden_layers,
+        "llama.context_length": shape.max_position_embeddings,
+        "llama.embedding_length": shape.hidden_size,
+        "llama.feed_forward_length": shape.intermediate_size,
+        "llama.attention.head_count": shape.num_attention_heads,
+        "llama.attention.head_count_kv": shape.num_key_value_heads,
+        "llama.attention.key_length": head_dim,
+        "llama.attention.value_length": head_dim,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": shape.rope_theta,
+        "llama.rope.dimension_count": head_dim,
+        "llama.vocab_size": shape.vocab_size,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, dtype=np.int32),
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": _CHAT_TEMPLATE,
+    }
+
+
+def byte_tokens() -> list[str]:
+    """The 256 tokens of a byte-level vocabulary, by byte."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("path", type=Path, help="GGUF file to write")
+    parser.add_argument("--size", choices=SIZES, default="135m")
+    parser.add_argument("--quant", default="q4_0", help="a quantisation type, or q4_k_m")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    path = write_llama(arguments.path, SIZES[arguments.size], arguments.quant, arguments.seed)
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

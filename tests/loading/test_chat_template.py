@@ -1,0 +1,207 @@
+"""Chat templates: rendering, the sandbox, and failures that are the request's (P45)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tellin.exceptions import InvalidParameterError, RequestError
+from tellin.loading.chat_template import ChatTemplate, choose_template
+from tellin.loading.templates import templates_from_folder
+from tellin.loading.tokenizer import load_tokenizer
+from tests.loading.vocabularies import byte_level, tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+USER = {"role": "user", "content": "hi"}
+OPEN = {"role": "assistant", "content": "Once upon "}
+
+
+def render(text: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
+    return ChatTemplate(text).render([USER] if messages is None else messages, **options)
+
+
+def test_smollm2_prompt_is_the_original(smollm2_path: Path) -> None:
+    prompt = load_tokenizer(smollm2_path).apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}]
+    )
+    assert prompt == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_generation_prompt() -> None:
+    assert render(CHATML) == "<|user|>hi<|end|>\n<|assistant|>"
+    assert render(CHATML, add_generation_prompt=False) == "<|user|>hi<|end|>\n"
+
+
+def test_continue_final_message() -> None:
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(CHATML, [USER, OPEN], **options) == ("<|user|>hi<|end|>\n<|assistant|>Once upon ")
+    trimming = CHATML.replace("m.content", "m.content | trim")
+    assert render(trimming, [USER, OPEN], **options) == (
+        "<|user|>hi<|end|>\n<|assistant|>Once upon"
+    )
+    padding = CHATML.replace("{{ m.content }}", "{{ ' ' + m.content | trim + ' ' }}")
+    assert render(padding, [USER, OPEN], **options).endswith("<|assistant|> Once upon")
+
+
+def test_continue_final_message_with_parts() -> None:
+    template = (
+        "{% for m in messages %}[{% for p in m.content %}{{ p.text }}{% endfor %}]{% endfor %}"
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    assert render(template, [{"role": "assistant", "content": parts}], **options) == "[ab"
+    assert parts[1]["text"] == "b", "the caller's messages must not change"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "generation_prompt", "message"),
+    [
+        (CHATML, [OPEN], True, "exclude each other"),
+        (CHATML, [], False, "at least one message"),
+        (CHATML, [{"role": "assistant", "content": None}], False, "last message with text"),
+        ("nothing", [OPEN], False, "does not show the last message"),
+    ],
+)
+def test_continue_final_message_refused(
+    template: str, messages: list[dict[str, Any]], generation_prompt: bool, message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        render(
+            template,
+            messages,
+            add_generation_prompt=generation_prompt,
+            continue_final_message=True,
+        )
+
+
+def test_environment_is_the_usual_one() -> None:
+    assert render("{% if true %}\n  x\n  {% endif %}\ny") == "  x\ny"
+    assert (
+        render("{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}")
+        == "1"
+    )
+    assert render("{{ {'a': '<é&\"'} | tojson }}") == '{"a": "<é&\\""}'
+    assert render("{{ [1, {'b': 2}] | tojson(indent=2) }}") == '[\n  1,\n  {\n    "b": 2\n  }\n]'
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+    assert render("{{ '<b>' }}{% generation %}text{% endgeneration %}") == "<b>text"
+    assert render("{{ documents is none }}{{ tools is none }}{{ undefined_name }}") == "TrueTrue"
+
+
+def test_tools_and_variables() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = "{{ tools[0].function.name }} {{ enable_thinking }} {{ messages | length }}"
+    assert render(text, tools=tools, variables={"enable_thinking": False}) == "f False 1"
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [("system", "user", "system"), ("user", "user"), ("martian",)],
+)
+def test_refusal_carries_the_templates_words(roles: tuple[str, ...]) -> None:
+    """P45"""
+    strict = (
+        "{% for m in messages %}{% if m.role != ['user', 'assistant'][loop.index0 % 2] %}"
+        "{{ raise_exception('Roles must alternate, found ' + m.role) }}{% endif %}{% endfor %}"
+    )
+    messages = [{"role": role, "content": "x"} for role in roles]
+    with pytest.raises(RequestError, match="refused the conversation: Roles must alternate, found"):
+        render(strict, messages)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages[0].content + 5 }}",
+        "{{ messages[7].content.text }}",
+        "{{ 1 // 0 }}",
+        "{{ messages[0]['missing']['deeper'] }}",
+        "{% for i in range(10 ** 9) %}x{% endfor %}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% include 'secrets' %}",
+    ],
+)
+def test_failures_are_the_requests(text: str) -> None:
+    """P45: whatever a template trips over, it is a request error, and soon."""
+    with pytest.raises(RequestError, match="chat template failed"):
+        render(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'x'}) }}",
+        "{{ '{0.__class__}'.format(1) }}",
+    ],
+)
+def test_sandbox_holds(text: str) -> None:
+    messages = [dict(USER)]
+    assert "<class" not in _render_or_nothing(text, messages)
+    assert messages == [USER]
+
+
+def _render_or_nothing(text: str, messages: list[dict[str, Any]]) -> str:
+    try:
+        return render(text, messages)
+    except RequestError:
+        return ""
+
+
+@pytest.mark.parametrize("text", ["{% if %}", "{{ x", "{% endfor %}", "{% unknown %}"])
+def test_broken_template(text: str) -> None:
+    with pytest.raises(InvalidParameterError, match="not valid Jinja"):
+        ChatTemplate(text)
+
+
+def test_no_template_is_an_error(tmp_path: Path) -> None:
+    """P45: no silent default."""
+    backend = tokenizer(tmp_path, byte_level())
+    with pytest.raises(InvalidParameterError, match="the model has no chat template"):
+        backend.apply_chat_template([USER])
+    assert backend.apply_chat_template([USER], chat_template=CHATML).startswith("<|user|>hi")
+
+
+def test_choice_of_templates(tmp_path: Path) -> None:
+    both = {"default": "d", "tool_use": "t", "rag": "r"}
+    assert choose_template(tmp_path, both, None, False) == "d"
+    assert choose_template(tmp_path, both, None, True) == "t"
+    assert choose_template(tmp_path, both, "rag", False) == "r"
+    assert choose_template(tmp_path, both, "{{ x }}", False) == "{{ x }}"
+    with pytest.raises(InvalidParameterError, match="templates named rag"):
+        choose_template(tmp_path, {"rag": "r"}, None, False)
+
+
+def test_special_tokens_and_named_templates_of_gguf(tmp_path: Path) -> None:
+    metadata = byte_level(add_bos_token=True) | {
+        "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}",
+        "tokenizer.chat_template.tool_use": "tools",
+    }
+    backend = tokenizer(tmp_path, metadata)
+    prompt = backend.apply_chat_template([USER])
+    assert prompt == "<|bos|>hi<|eos|>"
+    assert backend.encode(prompt) == backend.encode(prompt, add_special_tokens=False)
+    assert backend.apply_chat_template([USER], tools=[]) == "tools"
+
+
+def test_templates_of_folders(tmp_path: Path) -> None:
+    assert templates_from_folder(tmp_path) == {}
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]}'
+    )
+    assert templates_from_folder(tmp_path) == {"default": "a", "rag": "b"}
+    (tmp_path / "chat_template.jinja").write_text("c")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("d")
+    assert templates_from_folder(tmp_path) == {"default": "c", "rag": "b", "tool_use": "d"}
