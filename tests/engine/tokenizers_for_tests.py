@@ -56,7 +56,7 @@ def finish(backend: Tokenizer, adds_bos: bool = False) -> ModelTokenizer:
     )
 
 
-def byte_level() -> ModelTokenizer:
+def byte_level(adds_bos: bool = False) -> ModelTokenizer:
     """GPT-2 style: all 256 bytes, and some longer tokens that end inside characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: index for index, char in enumerate(alphabet)}
@@ -71,7 +71,7 @@ def byte_level() -> ModelTokenizer:
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = encode
     tokenizer.decoder = decoders.ByteLevel()
-    return finish(tokenizer)
+    return finish(tokenizer, adds_bos)
 
 
 def _sentencepiece_vocab() -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -137,5 +137,5 @@ CACHE: dict[str, ModelTokenizer] = {}
 def get(name: str) -> ModelTokenizer:
     """One shared instance per kind."""
     if name not in CACHE:
-        CACHE[name] = FACTORIES[name]()
+        CACHE[name] = byte_level(adds_bos=True) if name == "byte_level_bos" else FACTORIES[name]()
     return CACHE[name]
