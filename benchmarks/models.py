@@ -81,13 +81,15 @@ def open_bench_model(name: str, cache: Path) -> BenchModel:
 
 def _path_of(name: str, cache: Path) -> Path:
     if name.startswith(SYNTHETIC):
-        from benchmarks.synthetic import write_synthetic_llama
+        from benchmarks.synthetic import ModelShape, write_llama
 
         path = cache / f"{name}.gguf"
         if not path.exists():
             cache.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            write_synthetic_llama(partial, name.removeprefix(SYNTHETIC).upper())
+            # 1.1 billion weights: 16 layers, 32 heads of 64, 8 key-value heads, as in Llama 3.2 1B.
+            shape = ModelShape(2048, 8192, 16, 32, 8, 32_000, tie_word_embeddings=False)
+            write_llama(partial, shape, name.removeprefix(SYNTHETIC))
             partial.rename(path)
         return path
     if Path(name).exists():
