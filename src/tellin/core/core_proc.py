@@ -255,7 +255,8 @@ def _request_id_of(kind: bytes, frames: list[bytes]) -> str | None:
 
 def _watch_parent() -> None:
     """End this process at once when the parent closes the pipe, which its death does too."""
-    sys.stdin.buffer.read()
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
     os._exit(0)
 
 

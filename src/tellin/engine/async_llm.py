@@ -22,13 +22,13 @@ from tellin.config import EngineArgs, EngineConfig
 from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engine_tokenizer
 from tellin.engine.core_client import AsyncCoreClient, EngineCoreClient
 from tellin.engine.input_processor import InputProcessor
-from tellin.engine.llm_engine import make_tracer
 from tellin.engine.output_collector import RequestOutputCollector, is_finished
 from tellin.engine.output_handler import OutputHandler
 from tellin.engine.output_processor import Output, OutputProcessor
 from tellin.engine.parallel_sampling import ParentRequest
 from tellin.engine.renderer import ChatTokenizer, Renderer
 from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager
+from tellin.engine.tracing import make_tracer
 from tellin.exceptions import (
     DuplicateRequestError,
     EngineClosedError,
