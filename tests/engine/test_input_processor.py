@@ -458,6 +458,29 @@ def test_no_tokenizer_no_text_features(params: dict[str, Any]) -> None:
         process(processor, "text")
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"regex": "("},
+        {"json": '{"type": "not-a-type"}'},
+        {"json": {"properties": {"a": "nonsense"}}},
+        {"json": {"$ref": "#"}},
+        {"grammar": "not a grammar ]["},
+    ],
+)
+def test_p36_broken_constraints_are_refused_at_admission(constraint: dict[str, Any]) -> None:
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**constraint))
+    with pytest.raises(ValueError, match="structured_outputs"):
+        process(gate(), params=params)
+
+
+def test_sound_constraints_are_accepted() -> None:
+    params = StructuredOutputsParams(json={"type": "object"})
+    request = process(gate(), params=SamplingParams(structured_outputs=params))
+    assert request.sampling_params is not None
+    assert request.sampling_params.structured_outputs == params
+
+
 def test_validation_does_not_change_the_callers_params() -> None:
     params = SamplingParams(
         max_tokens=None, bad_words=["the"], logit_bias={3: 1.0}, stop_token_ids=[4]

@@ -1,4 +1,4 @@
-"""Parameters: what is accepted, what is refused, how it is said. Rules SMP-*, P11, P27, P52, P53."""
+"""Parameters: what is accepted, what is refused, how it is said. SMP-*, P11, P27, P52, P53."""
 
 from __future__ import annotations
 

@@ -54,6 +54,13 @@ def check_sampling_params(
         )
     if not has_tokenizer:
         _check_needs_no_tokenizer(params)
+    if params.structured_outputs is not None:
+        from tellin.grammar_validation import validate_structured_outputs
+
+        validate_structured_outputs(
+            params.structured_outputs,
+            disable_any_whitespace=config.structured_outputs_config.disable_any_whitespace,
+        )
 
 
 def _check_num_logprobs(params: SamplingParams, model: ModelConfig) -> None:
