@@ -83,7 +83,7 @@ class MetricStore:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix
         self.lock = threading.Lock()
-        self._families: list[Family] = []
+        self.families: list[Family] = []
 
     def counter(self, name: str, documentation: str, label_names: Sequence[str]) -> Family:
         return self._add("counter", name, documentation, label_names)
@@ -105,14 +105,14 @@ class MetricStore:
         bounds: Sequence[float] = (),
     ) -> Family:
         family = Family(kind, self.prefix + name, documentation, label_names, bounds)
-        self._families.append(family)
+        self.families.append(family)
         return family
 
     def snapshot(self) -> list[Metric]:
         """All series, as records."""
         metrics: list[Metric] = []
         with self.lock:
-            for family in self._families:
+            for family in self.families:
                 for labels, value in family.values.items():
                     named = family.labels_of(labels)
                     if family.kind == "counter":
@@ -136,7 +136,7 @@ class MetricStore:
         """The metrics in Prometheus' text format, version 0.0.4."""
         lines: list[str] = []
         with self.lock:
-            for family in self._families:
+            for family in self.families:
                 name = _exposed_name(family)
                 lines.append(f"# HELP {name} {_escape(family.documentation)}")
                 lines.append(f"# TYPE {name} {family.kind}")
@@ -160,7 +160,7 @@ class MetricStore:
                     "gauge": core.GaugeMetricFamily,
                 }
                 with store.lock:
-                    for family in store._families:
+                    for family in store.families:
                         if family.kind == "histogram":
                             result: Any = core.HistogramMetricFamily(
                                 family.name, family.documentation, labels=family.label_names

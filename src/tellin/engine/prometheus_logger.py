@@ -197,6 +197,9 @@ class PrometheusStatLogger(StatLoggerBase):
                 self._prompt_tokens_by_source.inc((*engine, source), 0)
             for finish_reason in FinishReason:
                 self._request_success.inc((*engine, str(finish_reason)), 0)
+            for family in self.store.families:
+                if family.kind == "histogram":
+                    family.observe(engine, [])
         self.record_sleep_state(False, 0)
 
     # ------------------------------------------------------------------ recording

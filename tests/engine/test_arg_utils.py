@@ -1,0 +1,203 @@
+"""From arguments to a configuration: names, aliases, defaults, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tellin.config import EngineArgs, EngineConfig, SpeculativeConfig
+from tellin.engine.arg_utils import apply_ready, create_engine_config
+from tellin.exceptions import (
+    InvalidParameterError,
+    ModelNotFoundError,
+    UnsupportedFeatureError,
+)
+from tellin.loading.model_metadata import ModelMetadata
+from tellin.loading.tensors import ModelHParams
+from tellin.protocol import EngineCoreReady
+from tellin.settings import Settings
+
+HPARAMS = ModelHParams("llama", 64, 128, 2, 4, 2, 16, 100, 512)
+
+
+@pytest.fixture(autouse=True)
+def metadata(monkeypatch: pytest.MonkeyPatch) -> ModelMetadata:
+    made = ModelMetadata(
+        path=Path("/models/m.gguf"),
+        file_format="gguf",
+        name="m",
+        hparams=HPARAMS,
+        num_bytes=1000,
+        tokenizer_size=98,
+        eos_token_ids=(2, 3),
+        bos_token_id=1,
+        chat_templates={"default": "{{ messages }}"},
+        generation_defaults={"temperature": 0.6, "top_k": 20},
+    )
+    monkeypatch.setattr("tellin.loading.resolve_model", lambda *a, **k: made.path, raising=False)
+    monkeypatch.setattr("tellin.loading.open_metadata", lambda path: made, raising=False)
+    return made
+
+
+def create(**values: Any) -> EngineConfig:
+    return create_engine_config(
+        EngineArgs.from_dict({"model": "m", **values}), Settings.from_environ({})
+    )
+
+
+def test_model_facts_and_defaults() -> None:
+    config = create()
+    model = config.model_config
+    assert (model.architecture, model.vocab_size, model.tokenizer_size) == ("llama", 100, 98)
+    assert (model.eos_token_ids, model.bos_token_id) == ((2, 3), 1)
+    assert (model.max_model_len, model.auto_max_model_len) == (512, True)
+    assert model.chat_template == "{{ messages }}"
+    assert model.generation_defaults == {"temperature": 0.6, "top_k": 20}
+    assert (model.served_model_name, model.runner_type) == ("m", "generate")
+    assert config.scheduler_config.max_num_batched_tokens == 2048
+    assert config.cache_config.block_size == 16
+    assert config.parallel_config.distributed_executor_backend == "uni"
+    assert config.lora_config is None
+    assert config.speculative_config is None
+
+
+@pytest.mark.parametrize(
+    ("alias", "name", "value"),
+    [
+        ("gpu_memory_utilization", "memory_utilization", 0.5),
+        ("num_gpu_blocks_override", "num_kv_blocks", 9),
+    ],
+)
+def test_aliases(alias: str, name: str, value: Any) -> None:
+    assert getattr(create(**{alias: value}).cache_config, name) == value
+    assert getattr(create(**{name: value}).cache_config, name) == value
+    assert getattr(create(**{name: value, alias: value}).cache_config, name) == value
+    with pytest.raises(InvalidParameterError, match=f"{name}.*{alias}"):
+        create(**{name: value, alias: value / 2})
+
+
+def test_unknown_names_are_refused_with_a_hint() -> None:
+    with pytest.raises(InvalidParameterError, match=r"'max_model_length'.*max_model_len\?"):
+        create(max_model_length=5)
+    with pytest.raises(UnsupportedFeatureError, match="quantization='awq'"):
+        create(quantization="awq")
+    create(enforce_eager=True, trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("block_size", [8, 24, "16"]),
+        ("memory_utilization", [0, 1.5, float("nan"), True]),
+        ("num_kv_blocks", [1, 2.5]),
+        ("kv_cache_dtype", ["fp8"]),
+        ("max_num_seqs", [0, None]),
+        ("max_num_batched_tokens", [0, 16]),
+        ("stream_interval", [0]),
+        ("max_model_len", [0, 513, 1.5]),
+        ("max_logprobs", [-2]),
+        ("logprobs_mode", ["raw"]),
+        ("scheduling_policy", ["lifo"]),
+        ("generation_config", ["file"]),
+        ("backend", ["cuda"]),
+        ("activation_precision", ["low"]),
+        ("num_threads", [0]),
+        ("runner", ["draft"]),
+        ("speculative_config", [{"method": "eagle", "num_speculative_tokens": 1}, {"metod": 1}, 5]),
+        ("structured_outputs_config", [{"nope": 1}]),
+        ("chat_template", ["/no/such/file.jinja"]),
+    ],
+)
+def test_bad_values_are_refused_by_name(name: str, bad: list[Any]) -> None:
+    for value in bad:
+        with pytest.raises(InvalidParameterError) as info:
+            create(**{name: value})
+        assert name in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"dtype": "bfloat16"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"runner": "pooling"},
+    ],
+)
+def test_what_cannot_be_done_is_said(values: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedFeatureError, match=next(iter(values))):
+        create(**values)
+
+
+def test_context_length() -> None:
+    for given, expected in ((100, (100, False)), (-1, (512, True)), (None, (512, True))):
+        model = create(max_model_len=given).model_config
+        assert (model.max_model_len, model.auto_max_model_len) == expected
+    ready = EngineCoreReady("t", 300, num_kv_blocks=20, block_size=16, dtype="auto")
+    config = apply_ready(create(), ready)
+    assert config.model_config.max_model_len == 300
+    assert config.scheduler_config.max_model_len == 300
+    assert config.cache_config.num_kv_blocks == 20
+
+
+def test_generation_defaults() -> None:
+    assert create(generation_config="none").model_config.generation_defaults == {}
+    override = {"override_generation_config": {"temperature": 0.1, "max_new_tokens": 9}}
+    assert create(**override).model_config.generation_defaults == {
+        "temperature": 0.1,
+        "top_k": 20,
+        "max_tokens": 9,
+    }
+
+
+def test_chat_template_text_or_file(tmp_path: Path) -> None:
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ from_file }}")
+    assert create(chat_template=str(file)).model_config.chat_template == "{{ from_file }}"
+    assert create(chat_template="{{ text }}").model_config.chat_template == "{{ text }}"
+
+
+def test_nested_configs() -> None:
+    speculative = {"method": "ngram", "num_speculative_tokens": 4}
+    assert create(speculative_config=speculative).speculative_config == SpeculativeConfig(
+        "ngram", 4
+    )
+    assert create(enable_lora=True, max_loras=3).lora_config is not None
+    config = create(
+        structured_outputs_config={"disable_any_whitespace": True}, reasoning_parser="think"
+    )
+    assert config.structured_outputs_config.disable_any_whitespace
+    assert config.structured_outputs_config.reasoning_parser == "think"
+    draft = {"method": "draft_model", "num_speculative_tokens": 4}
+    with pytest.raises(InvalidParameterError, match="model"):
+        create(speculative_config=draft)
+    with pytest.raises(InvalidParameterError, match="num_speculative_tokens"):
+        create(speculative_config={"method": "ngram"})
+
+
+def test_batched_tokens_default_suits_the_other_limits() -> None:
+    assert create(max_num_seqs=4000).scheduler_config.max_num_batched_tokens == 4000
+
+
+def test_missing_model() -> None:
+    with pytest.raises(InvalidParameterError, match="model is missing"):
+        create_engine_config(EngineArgs())
+
+
+def test_settings_give_the_number_of_threads() -> None:
+    settings = Settings.from_environ({"TELLIN_NUM_THREADS": "3"})
+    args = EngineArgs(model="m")
+    assert create_engine_config(args, settings).parallel_config.num_threads == 3
+    args = EngineArgs(model="m", num_threads=1)
+    assert create_engine_config(args, settings).parallel_config.num_threads == 1
+
+
+def test_unknown_model_names_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(name: str, settings: Settings, download: bool) -> Path:
+        raise ModelNotFoundError(f"{name} {download}")
+
+    monkeypatch.setattr("tellin.loading.resolve_model", resolve, raising=False)
+    with pytest.raises(ModelNotFoundError, match="nope True"):
+        create_engine_config(EngineArgs(model="nope", download=True))
