@@ -31,7 +31,7 @@ void require(bool condition, const char* message) {
 template <typename Array>
 void require_rows(const Array& array, const char* message) {
   // NumPy gives arrays without elements arbitrary strides
-  require(array.shape(0) == 0 || array.shape(1) == 0 || array.stride(1) == 1, message);
+  require(array.shape(0) == 0 || array.shape(1) <= 1 || array.stride(1) == 1, message);
 }
 
 void require_below(const Column<const int32_t>& indices, int64_t least, int64_t bound, const char* message) {

@@ -6,4 +6,5 @@ NB_MODULE(_C, m) {
   tellin::bind_runtime(m);
   tellin::bind_linear(m);
   tellin::bind_sampler(m);
+  tellin::bind_drafting(m);
 }

@@ -215,7 +215,7 @@ class RowRun {
       return;
     }
     const bool greedy = params_.temperature <= 0.0f;
-    const bool scaled = (batch_.stages & kStageScale) != 0 || greedy;
+    const bool scaled = (batch_.stages & kStageScaled) != 0 || greedy;
     const float temperature = scaled ? 1.0f : params_.temperature;
     const LogitsRow row = this->row(1.0f / temperature);
     if (row.max == kNegInf) {

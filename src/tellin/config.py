@@ -137,6 +137,12 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
     adaptive: bool = True
+    prompt_lookup_policy: str = "earliest"
+    """Which occurrence of the longest match counts: earliest or most_recent."""
+    suffix_decoding_max_tree_depth: int = 24
+    suffix_decoding_max_cached_requests: int = 10_000
+    suffix_decoding_max_spec_factor: float = 1.0
+    suffix_decoding_min_token_prob: float = 0.1
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class Driver:
             self.blocks[req_id] += blocks
             if req_id in self.new:
                 data = self.new.pop(req_id)
-                data.block_ids = blocks
+                data.block_ids = list(self.blocks[req_id])
                 new.append(data)
                 continue
             resumed = req_id in self.resumed

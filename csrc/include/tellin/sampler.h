@@ -52,8 +52,9 @@ enum class LogprobsMode : int32_t {
 enum SampleStage : int32_t {
   kStageMasks = 1,      // check for NaN and +infinity, grammar mask, allowed ids, bad words, min tokens, bias
   kStagePenalties = 2,  // repetition, frequency, presence
-  kStageScale = 4,      // divide by temperature and apply min-p in place; kStageFinish then omits both
+  kStageScale = 4,      // divide by temperature and apply min-p in place
   kStageFinish = 8,     // temperature, min-p, top-k, top-p, draw, log-probabilities
+  kStageScaled = 16,    // no part: says that kStageScale was run, so kStageFinish omits temperature and min-p
 };
 constexpr int32_t kStageDefault = kStageMasks | kStagePenalties | kStageFinish;
 

@@ -196,5 +196,40 @@ class Sampler:
     @property
     def num_ids(self) -> int: ...
 
+def propose_ngram(
+    history: NDArray[np.int32],
+    slots: NDArray[np.int32],
+    lens: NDArray[np.int32],
+    limits: NDArray[np.int32],
+    min_n: int,
+    max_n: int,
+    most_recent: bool,
+    out: NDArray[np.int32],
+    counts: NDArray[np.int32],
+) -> None: ...
+
+class SuffixDrafter:
+    """Suffix decoding (csrc/include/tellin/drafting.h)."""
+
+    def __init__(
+        self,
+        max_depth: int,
+        max_cached_requests: int,
+        max_spec_factor: float,
+        min_token_prob: float,
+    ) -> None: ...
+    def propose(
+        self,
+        history: NDArray[np.int32],
+        slots: NDArray[np.int32],
+        lens: NDArray[np.int32],
+        limits: NDArray[np.int32],
+        out: NDArray[np.int32],
+        counts: NDArray[np.int32],
+    ) -> None: ...
+    def add_finished(self, ids: NDArray[np.int32]) -> None: ...
+    @property
+    def num_cached_requests(self) -> int: ...
+
 def philox4x32(key: int, index: int, purpose: int) -> list[int]:
     """Four words of Philox4x32-10 for the counter (index, purpose, 0, 0)."""

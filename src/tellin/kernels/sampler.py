@@ -33,9 +33,11 @@ class Stage(enum.IntFlag):
     """Reject NaN and +infinity; grammar mask, allowed ids, bad words, min tokens, logit bias."""
     PENALTIES = 2
     SCALE = 4
-    """Divide by the temperature and apply min-p in place; FINISH then omits both."""
+    """Divide by the temperature and apply min-p in place."""
     FINISH = 8
     """Temperature, min-p, top-k, top-p, draw, log-probabilities."""
+    SCALED = 16
+    """No part: says that SCALE was run, so FINISH omits temperature and min-p."""
 
 
 ALL_STAGES = Stage.MASKS | Stage.PENALTIES | Stage.FINISH

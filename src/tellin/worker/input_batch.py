@@ -9,7 +9,7 @@ mirror never asks, and knows no logits.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ _MIN_BLOCKS = 64
 class RequestState:
     """What a worker holds of one request besides its row of the arrays.
 
-    ``output_token_ids`` is kept only for requests whose logits processors read it. ``error`` is set
+    ``output_token_ids`` is kept only if engine-wide logits processors watch it. ``error`` is set
     when the worker cannot serve this request; it is reported with every step until the scheduler
     lets go of it.
     """
@@ -41,7 +41,7 @@ class RequestState:
     rng_key: int
     wants_logprobs: bool = False
     num_blocks: int = 0
-    output_token_ids: list[int] | None = None
+    output_token_ids: list[int] = field(default_factory=list)
     error: str | None = None
 
 
@@ -52,19 +52,22 @@ class InputBatch:
         token_ids ``[num_slots, capacity]``: known ids, then scheduled drafts.
         num_tokens, num_prompt_tokens, num_computed_tokens ``[num_slots]``.
         num_draft_tokens ``[num_slots]``: drafts scheduled in this step.
+        num_draft_computed ``[num_slots]``: tokens that a draft model has been fed.
         block_table ``[num_slots, block_capacity]``.
     """
 
     def __init__(self, track_outputs: bool = False) -> None:
-        self._track_outputs = track_outputs
+        self.track_outputs = track_outputs
         self.token_ids: Int32Array = np.zeros((_MIN_SLOTS, _MIN_TOKENS), np.int32)
         self.block_table: Int32Array = np.zeros((_MIN_SLOTS, _MIN_BLOCKS), np.int32)
         self.num_tokens: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
         self.num_draft_tokens: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
+        self.num_draft_computed: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
         self.has_drafts = False
         self.states: dict[str, RequestState] = {}
+        self.states_by_slot: dict[int, RequestState] = {}
         self.row_states: list[RequestState] = []
         self.row_slots: Int32Array = np.zeros(0, np.int32)
         self._row_of: dict[str, int] = {}
@@ -119,6 +122,7 @@ class InputBatch:
         state = self.states.pop(req_id, None)
         if state is None:
             return -1
+        del self.states_by_slot[state.slot]
         heapq.heappush(self._free_slots, state.slot)
         return self._row_of.pop(req_id, -1)
 
@@ -134,16 +138,18 @@ class InputBatch:
             data.req_id, slot, data.sampling_params, data.pooling_params, data.rng_key
         )
         self.states[data.req_id] = state
+        self.states_by_slot[slot] = state
         self.token_ids[slot, :num_tokens] = data.token_ids
         self.num_tokens[slot] = num_tokens
         self.num_prompt_tokens[slot] = data.num_prompt_tokens
         self.num_computed_tokens[slot] = data.num_computed_tokens
+        self.num_draft_computed[slot] = data.num_computed_tokens
         self._append_blocks(state, data.block_ids)
         params = data.sampling_params
         if params is not None:
             state.wants_logprobs = params.num_logprobs is not None
-        if self._track_outputs or (params is not None and params.logits_processors):
-            state.output_token_ids = list(data.token_ids[data.num_prompt_tokens :])
+        if self.track_outputs:
+            state.output_token_ids = data.token_ids[data.num_prompt_tokens :]
         return state
 
     def _update_cached(self, cached: list[CachedRequestData], entering: list[RequestState]) -> None:
@@ -157,9 +163,7 @@ class InputBatch:
         known = self.num_prompt_tokens[slots] + outputs
         if (known < self.num_tokens[slots]).any():  # the scheduler cut what it was given
             for data in cached:
-                state = states[data.req_id]
-                if state.output_token_ids is not None:
-                    del state.output_token_ids[data.num_output_tokens :]
+                del states[data.req_id].output_token_ids[data.num_output_tokens :]
             self.num_tokens[slots] = np.minimum(known, self.num_tokens[slots])
         for data in cached:
             if data.new_block_ids or data.resumed:
@@ -173,13 +177,14 @@ class InputBatch:
     def _resume(self, state: RequestState, data: CachedRequestData) -> None:
         """A preempted request comes back: its blocks are replaced, its ids are told anew."""
         state.num_blocks = 0
+        self.num_draft_computed[state.slot] = data.num_computed_tokens
         if data.all_token_ids is None:
             return
         num_tokens = len(data.all_token_ids)
         self._reserve(state.slot + 1, num_tokens + 1, 0)
         self.token_ids[state.slot, :num_tokens] = data.all_token_ids
         self.num_tokens[state.slot] = num_tokens
-        if state.output_token_ids is not None:
+        if self.track_outputs:
             num_prompt = int(self.num_prompt_tokens[state.slot])
             state.output_token_ids[:] = data.all_token_ids[num_prompt:]
 
@@ -239,7 +244,7 @@ class InputBatch:
         self, row: int, state: RequestState
     ) -> tuple[int, SamplingParams, list[int] | None, list[int]]:
         params = state.sampling_params or SamplingParams()
-        if state.output_token_ids is None:
+        if not self.track_outputs:
             return row, params, None, []
         num_prompt = int(self.num_prompt_tokens[state.slot])
         prompt = self.token_ids[state.slot, :num_prompt].tolist()
@@ -276,6 +281,7 @@ class InputBatch:
             self.num_prompt_tokens = _extended(self.num_prompt_tokens, slots)
             self.num_computed_tokens = _extended(self.num_computed_tokens, slots)
             self.num_draft_tokens = _extended(self.num_draft_tokens, slots)
+            self.num_draft_computed = _extended(self.num_draft_computed, slots)
         if slots != old_slots or num_tokens > old_tokens:
             self.token_ids = self._copied(self.token_ids, slots, _grown(old_tokens, num_tokens))
         if slots != old_slots or num_blocks > old_blocks:

@@ -8,18 +8,22 @@ a user's processor that raises) ends up in ``errors`` of the output; the others 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tellin.exceptions import EngineError
-from tellin.kernels.batch import StepBatch
-from tellin.kernels.sampler import RowStatus, Sampler, SampleResult, SampleRows
-from tellin.step_protocol import GrammarOutput, LogprobsLists, ModelRunnerOutput, SchedulerOutput
+from tellin.kernels.sampler import Sampler, SampleResult, SampleRows
+from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
+from tellin.worker.backends import Backend
 from tellin.worker.input_batch import InputBatch, RequestState
-from tellin.worker.prompt_logprobs import PromptLogprobs
+from tellin.worker.logits_processors import LogitsProcessors
+from tellin.worker.prompt_logprobs import PromptLogprobs, PromptRows
+from tellin.worker.spec_decode import make_drafter
 from tellin.worker.step_inputs import StepInputs, build_inputs, build_step
+from tellin.worker.step_output import StepOutput
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
@@ -29,22 +33,6 @@ Float32Array = npt.NDArray[np.float32]
 
 _PROMPT_LOGITS_BYTES = 64 << 20
 """Logits of prompt positions that one pass may hold; longer chunks are split."""
-
-
-class Backend(Protocol):
-    """What a runner needs of a backend (see `tellin.kernels`)."""
-
-    info: dict[str, Any]
-
-    def kv_bytes_per_block(self) -> int: ...
-
-    def init_kv_cache(self, num_blocks: int) -> None: ...
-
-    def free_kv_cache(self) -> None: ...
-
-    def forward(self, batch: StepBatch) -> Float32Array: ...
-
-    def close(self) -> None: ...
 
 
 class ModelRunner:
@@ -57,9 +45,11 @@ class ModelRunner:
         self.vocab_size = model.vocab_size
         self.num_ids = min(model.tokenizer_size or model.vocab_size, model.vocab_size)
         self.sampler = Sampler(self.num_ids, model.logprobs_mode)
+        self.processors = LogitsProcessors(config, self.sampler)
+        self.batch = InputBatch(track_outputs=self.processors.engine_wide)
+        self.drafter = make_drafter(config, self.batch)
         self._backend: Backend | None = None
         self.adopt_backend(backend)
-        self.batch = InputBatch()
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}
         self._max_prompt_logits = max(_PROMPT_LOGITS_BYTES // (4 * self.vocab_size), 16)
         self._pending: tuple[SchedulerOutput, StepInputs, Float32Array, float] | None = None
@@ -78,28 +68,38 @@ class ModelRunner:
         return self._backend
 
     def kv_bytes_per_block(self) -> int:
-        """Bytes of one KV block."""
-        return self.backend.kv_bytes_per_block()
+        """Bytes of one KV block, a draft model's included."""
+        draft = 0 if self.drafter is None else self.drafter.kv_bytes_per_block()
+        return self.backend.kv_bytes_per_block() + draft
 
     def init_kv_cache(self, num_blocks: int) -> None:
-        """Make the KV pool."""
+        """Make the KV pools."""
         self.backend.init_kv_cache(num_blocks)
+        if self.drafter is not None:
+            self.drafter.init_kv_cache(num_blocks)
 
     def free_kv_cache(self) -> None:
-        """Give the KV pool's memory back."""
+        """Give the KV pools' memory back."""
         self.backend.free_kv_cache()
+        if self.drafter is not None:
+            self.drafter.free_kv_cache()
 
     def release_backend(self) -> None:
-        """Give weights and pool back."""
+        """Give weights and pools back."""
         backend, self._backend = self._backend, None
         self.sampler.team = None
+        self._pending = None  # its logits are a view of the backend's memory
         if backend is not None:
             backend.close()
+        if self.drafter is not None:
+            self.drafter.release()
 
     def adopt_backend(self, backend: Backend) -> None:
         """Go on with a fresh backend for the same model."""
         self._backend = backend
         self.sampler.team = getattr(backend, "thread_team", None)
+        if self.drafter is not None:
+            self.drafter.reopen()
 
     # ------------------------------------------------------------------ forward
 
@@ -108,11 +108,13 @@ class ModelRunner:
         if self._pending is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         started = time.perf_counter()
-        _, new_states = self.batch.apply(step)
         for req_id in step.finished_req_ids:
-            self._prompt_logprobs.pop(req_id, None)
+            self._forget(req_id)
+        update, new_states = self.batch.apply(step)
         for state in new_states:
             self._admit(state)
+        if self.processors.engine_wide:
+            self.processors.update_state(update)
         inputs, logits = self._forward(step)
         self._pending = (step, inputs, logits, time.perf_counter() - started)
 
@@ -122,9 +124,17 @@ class ModelRunner:
             state.error = "this build cannot pool: it serves generation only"
             return
         self.sampler.set_slot(state.slot, params, state.rng_key)
+        self.processors.add_request(state)
         if params.prompt_logprobs is not None:
             num_prompt = int(self.batch.num_prompt_tokens[state.slot])
             self._prompt_logprobs[state.req_id] = PromptLogprobs(num_prompt, params.prompt_logprobs)
+
+    def _forget(self, req_id: str) -> None:
+        self._prompt_logprobs.pop(req_id, None)
+        self.processors.remove_request(req_id)
+        state = self.batch.states.get(req_id)
+        if state is not None and self.drafter is not None:
+            self.drafter.finish(state)
 
     def _forward(self, step: SchedulerOutput) -> tuple[StepInputs, Float32Array]:
         batch = self.batch
@@ -132,27 +142,24 @@ class ModelRunner:
         states = batch.row_states
         counts = np.fromiter((scheduled[s.req_id] for s in states), np.int32, len(states))
         computed = batch.num_computed_tokens[batch.row_slots]
-        extra: list[tuple[PromptLogprobs, RequestState, int, Int32Array]] = []
+        extra: Sequence[PromptRows] = ()
         if self._prompt_logprobs:
             extra = self._split_prompts(computed, counts)
-        extra_rows = [rows for _, _, _, rows in extra]
-        extra_logits = np.concatenate(extra_rows) if extra_rows else np.zeros(0, np.int32)
         excluded = [row for row, state in enumerate(states) if state.error is not None]
+        extra_logits = [rows.token_rows for rows in extra]
         inputs = build_inputs(batch, computed, counts, extra_logits, self.block_size, excluded)
         if not states:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
         logits = self.backend.forward(inputs.step)
         row = inputs.num_sample_logits
-        for table, state, start, rows in extra:
-            self._fill(table, state, start, logits[row : row + len(rows)])
-            row += len(rows)
+        for rows in extra:
+            self._fill(rows, logits[row : row + len(rows.token_rows)])
+            row += len(rows.token_rows)
         return inputs, logits
 
     # ------------------------------------------------------------------ prompt logprobs
 
-    def _split_prompts(
-        self, computed: Int32Array, counts: Int32Array
-    ) -> list[tuple[PromptLogprobs, RequestState, int, Int32Array]]:
+    def _split_prompts(self, computed: Int32Array, counts: Int32Array) -> list[PromptRows]:
         """Decide which passes give the logits of prompt positions.
 
         The head of a chunk that is too long is run at once, in passes of its own; ``computed`` and
@@ -160,7 +167,7 @@ class ModelRunner:
         the pass it is in.
 
         Returns:
-            (table, request, first position, token rows of the main pass) of what is left.
+            What the main pass has to give.
         """
         budget = self._max_prompt_logits
         left = []
@@ -180,49 +187,55 @@ class ModelRunner:
             if num_rows > 0:
                 left.append((table, state, row, num_rows))
                 budget = max(budget - num_rows, 0)
-        starts = np.cumsum(counts) - counts
+        starts = np.cumsum(counts, dtype=np.int32) - counts
         return [
-            (table, state, int(computed[row]), np.arange(num_rows, dtype=np.int32) + starts[row])
+            PromptRows(table, state, int(computed[row]), starts[row] + _range(num_rows))
             for table, state, row, num_rows in left
         ]
 
     def _run_head(self, table: PromptLogprobs, state: RequestState, start: int, count: int) -> None:
-        indices = np.arange(count, dtype=np.int32)
-        step = build_step(
-            self.batch,
-            np.array([state.slot], np.int32),
-            np.array([start], np.int32),
-            np.array([count], np.int32),
-            indices,
-            self.block_size,
-        )
-        self._fill(table, state, start, self.backend.forward(step))
+        rows = PromptRows(table, state, start, _range(count))
+        slots, starts, counts = (np.array([x], np.int32) for x in (state.slot, start, count))
+        step = build_step(self.batch, slots, starts, counts, rows.token_rows, self.block_size)
+        self._fill(rows, self.backend.forward(step))
 
-    def _fill(
-        self, table: PromptLogprobs, state: RequestState, start: int, logits: Float32Array
-    ) -> None:
-        next_ids = self.batch.token_ids[state.slot, start + 1 : start + 1 + len(logits)]
-        state.error = state.error or table.fill(self.sampler, logits, start, next_ids)
+    def _fill(self, rows: PromptRows, logits: Float32Array) -> None:
+        first = rows.start + 1
+        next_ids = self.batch.token_ids[rows.state.slot, first : first + len(logits)]
+        error = rows.table.fill(self.sampler, logits, rows.start, next_ids)
+        rows.state.error = rows.state.error or error
 
     # ------------------------------------------------------------------ sampling
 
     def sample_tokens(self, grammar: GrammarOutput | None) -> ModelRunnerOutput:
-        """Sample the step that `execute_model` ran."""
+        """Sample the step that `execute_model` ran, and draft for the next one."""
         if self._pending is None:
             raise RuntimeError("sample_tokens was called without execute_model")
-        (_, inputs, logits, model_time), self._pending = self._pending, None
+        (step, inputs, logits, seconds), self._pending = self._pending, None
+        started = time.perf_counter()
+        result, processor_errors = self._sample(inputs, logits, grammar)
+        kept = StepOutput(self.batch, inputs, result, processor_errors)
+        kept.keep()
+        output = kept.build(self.sampler, 0.0)
+        for state in self.batch.row_states:
+            if state.error is not None:
+                output.errors[state.req_id] = state.error
+        if self._prompt_logprobs:
+            self._finish_prompts(inputs, output)
+        if self.drafter is not None and step.num_spec_tokens_to_schedule > 0:
+            self._draft(inputs, kept.kept, step.num_spec_tokens_to_schedule, output)
+        output.model_time_s = seconds + time.perf_counter() - started
+        return output
+
+    def _sample(
+        self, inputs: StepInputs, logits: Float32Array, grammar: GrammarOutput | None
+    ) -> tuple[SampleResult, dict[int, str]]:
         rows = self._sample_rows(inputs, grammar)
         columns = self._num_logprob_columns(inputs)
-        result = self.sampler.sample(logits, rows, num_logprob_columns=columns)
-        output = ModelRunnerOutput(self.batch.req_ids, [], model_time_s=model_time)
-        if self.batch.has_drafts:
-            accepted, failed = self._accept_drafts(inputs, result)
-        else:
-            accepted, failed = self._accept_all(inputs, rows, result)
-        for row, status in failed:
-            self._report_failure(self.batch.row_states[row].req_id, status, output)
-        self._report(inputs, result, accepted, output)
-        return output
+        if not self.processors.active:
+            return self.sampler.sample(logits, rows, num_logprob_columns=columns), {}
+        row_of = np.repeat(inputs.sample_rows, np.diff(inputs.sample_start))
+        return self.processors.sample(logits, rows, self.batch, row_of, columns)
 
     def _sample_rows(self, inputs: StepInputs, grammar: GrammarOutput | None) -> SampleRows:
         batch = self.batch
@@ -231,16 +244,9 @@ class ModelRunner:
         if batch.has_drafts:
             per_row = np.diff(inputs.sample_start)
             slots = np.repeat(slots, per_row)
-            within = np.arange(len(slots), dtype=np.int32) - np.repeat(
-                inputs.sample_start[:-1], per_row
-            )
-            lens = np.repeat(lens, per_row) + within
+            lens = np.repeat(lens - inputs.sample_start[:-1], per_row) + _range(len(slots))
         rows = SampleRows(
-            slots,
-            np.arange(len(slots), dtype=np.int32),
-            lens,
-            batch.num_prompt_tokens[slots],
-            batch.token_ids,
+            slots, _range(len(slots)), lens, batch.num_prompt_tokens[slots], batch.token_ids
         )
         if grammar is not None:
             rows.bitmask = np.ascontiguousarray(grammar.bitmask, np.int32)
@@ -251,15 +257,15 @@ class ModelRunner:
         self, inputs: StepInputs, grammar: GrammarOutput, num_rows: int
     ) -> Int32Array:
         """Which row of the mask each sampled row obeys; -1 = none (6.5.5)."""
-        index_of = {int(row): i for i, row in enumerate(inputs.sample_rows)}
+        index_of = {row: i for i, row in enumerate(inputs.sample_rows.tolist())}
+        starts = inputs.sample_start.tolist()
         mask_rows = np.full(num_rows, -1, np.int32)
         first = 0
         for req_id, count in zip(grammar.req_ids, grammar.num_rows, strict=True):
             i = index_of.get(self.batch.row_of(req_id))
             if i is not None:
-                start = int(inputs.sample_start[i])
-                used = min(count, int(inputs.sample_start[i + 1]) - start)
-                mask_rows[start : start + used] = np.arange(first, first + used)
+                used = min(count, starts[i + 1] - starts[i])
+                mask_rows[starts[i] : starts[i] + used] = first + _range(used)
             first += count
         return mask_rows
 
@@ -272,112 +278,37 @@ class ModelRunner:
         ]
         return max(wanted, default=0)
 
-    def _accept_all(
-        self, inputs: StepInputs, rows: SampleRows, result: SampleResult
-    ) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """Without drafts each row gives one id, unless it failed.
+    def _finish_prompts(self, inputs: StepInputs, output: ModelRunnerOutput) -> None:
+        """Hand out the tables of prompts that have been read to their end."""
+        for row in inputs.sample_rows.tolist():
+            req_id = self.batch.row_states[row].req_id
+            table = self._prompt_logprobs.pop(req_id, None)
+            if table is not None and req_id not in output.errors:
+                output.prompt_logprobs[req_id] = table.finish()
 
-        Returns:
-            Ids per sampled row; (batch row, status) of those that failed.
-        """
-        tokens = result.tokens.tolist()
-        if not result.status.any():
-            self.batch.append_sampled(rows.slots, result.tokens)
-            return [[token] for token in tokens], []
-        good = result.status == RowStatus.OK
-        self.batch.append_sampled(rows.slots[good], result.tokens[good])
-        accepted = [[t] if ok else [] for t, ok in zip(tokens, good.tolist(), strict=True)]
-        bad = np.flatnonzero(~good)
-        failed = zip(inputs.sample_rows[bad].tolist(), result.status[bad].tolist(), strict=True)
-        return accepted, list(failed)
-
-    def _accept_drafts(
-        self, inputs: StepInputs, result: SampleResult
-    ) -> tuple[list[list[int]], list[tuple[int, int]]]:
-        """The run of sampled ids up to and including the first that is not its draft.
-
-        Every position was sampled from the target's own distribution with its own random bits, so
-        what is emitted is bit for bit what would be sampled without drafts. Returns as
-        `_accept_all`; positions behind the end of a run were never needed and may fail unseen.
-        """
-        tokens, status = result.tokens.tolist(), result.status.tolist()
-        starts = inputs.sample_start.tolist()
-        accepted, failed = [], []
-        for i, row in enumerate(inputs.sample_rows.tolist()):
-            slot = self.batch.row_states[row].slot
-            known = int(self.batch.num_tokens[slot])
-            first, last = starts[i], starts[i + 1] - 1
-            drafts = self.batch.token_ids[slot, known : known + last - first].tolist()
-            run: list[int] = []
-            for j in range(first, last + 1):
-                if status[j] != RowStatus.OK:
-                    failed.append((row, status[j]))
-                    break
-                run.append(tokens[j])
-                if j == last or tokens[j] != drafts[j - first]:
-                    break
-            self.batch.append_run(slot, run)
-            accepted.append(run)
-        return accepted, failed
-
-    # ------------------------------------------------------------------ reporting
-
-    def _report(
+    def _draft(
         self,
         inputs: StepInputs,
-        result: SampleResult,
-        accepted: list[list[int]],
+        kept: list[list[int]],
+        num_drafts: int,
         output: ModelRunnerOutput,
     ) -> None:
+        """Draft for every request that got an id and goes on."""
+        assert self.drafter is not None
         states = self.batch.row_states
-        sample_rows = inputs.sample_rows.tolist()
-        if len(accepted) == len(states):
-            sampled = accepted
-        else:
-            sampled = [[] for _ in states]
-            for row, run in zip(sample_rows, accepted, strict=True):
-                sampled[row] = run
-        output.sampled_token_ids = sampled
-        if result.logprob_ids is not None:
-            output.logprobs = self._logprobs(inputs, result, accepted)
-        for state in states:
-            if state.error is not None:
-                output.errors[state.req_id] = state.error
-        if self._prompt_logprobs:
-            for row in sample_rows:
-                req_id = states[row].req_id
-                table = self._prompt_logprobs.pop(req_id, None)
-                if table is not None and req_id not in output.errors:
-                    output.prompt_logprobs[req_id] = table.finish()
+        going_on = [
+            states[row]
+            for row, run in zip(inputs.sample_rows.tolist(), kept, strict=True)
+            if run and states[row].req_id not in output.errors
+        ]
+        if not going_on:
+            return
+        slots = np.array([state.slot for state in going_on], np.int32)
+        drafts = self.drafter.propose(slots, num_drafts)
+        output.draft_token_ids = {
+            state.req_id: ids for state, ids in zip(going_on, drafts, strict=True) if ids
+        }
 
-    def _logprobs(
-        self, inputs: StepInputs, result: SampleResult, accepted: list[list[int]]
-    ) -> list[LogprobsLists | None]:
-        assert result.logprob_ids is not None
-        assert result.logprobs is not None
-        assert result.ranks is not None
-        states = self.batch.row_states
-        lists: list[LogprobsLists | None] = [None] * len(states)
-        starts = inputs.sample_start.tolist()
-        for i, row in enumerate(inputs.sample_rows.tolist()):
-            if not states[row].wants_logprobs:
-                continue
-            columns = self.sampler.num_logprob_columns(states[row].slot)
-            rows = slice(starts[i], starts[i] + len(accepted[i]))
-            lists[row] = LogprobsLists(
-                result.logprob_ids[rows, :columns].tolist(),
-                result.logprobs[rows, :columns].tolist(),
-                result.ranks[rows].tolist(),
-            )
-        return lists
 
-    def _report_failure(self, req_id: str, status: int, output: ModelRunnerOutput) -> None:
-        if status == RowStatus.NOT_FINITE:
-            output.errors[req_id] = "the model gave NaN or infinite logits for this request"
-            output.num_nans_in_logits[req_id] = 1
-        else:
-            output.errors[req_id] = (
-                "no token is allowed at this position: allowed_token_ids, bad_words, min_tokens, "
-                "logit_bias and structured output together leave none"
-            )
-            output.client_errors.add(req_id)
+def _range(count: int) -> Int32Array:
+    return np.arange(count, dtype=np.int32)

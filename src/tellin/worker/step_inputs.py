@@ -69,7 +69,7 @@ def build_inputs(
     batch: InputBatch,
     computed: Int32Array,
     counts: Int32Array,
-    extra_logits: Int32Array,
+    extra_logits: list[Int32Array],
     block_size: int,
     excluded: list[int],
 ) -> StepInputs:
@@ -99,6 +99,8 @@ def build_inputs(
     else:
         sample_start = np.arange(len(sample_rows) + 1, dtype=np.int32)
         sampled = ends[sample_rows] - 1
-    logits_indices = np.concatenate([sampled, extra_logits]).astype(np.int32)
+    logits_indices = sampled.astype(np.int32)
+    if extra_logits:
+        logits_indices = np.concatenate([logits_indices, *extra_logits])
     step = build_step(batch, slots, computed, counts, logits_indices, block_size)
     return StepInputs(step, sample_rows, sample_start, len(sampled))

@@ -20,8 +20,9 @@ from tellin.exceptions import (
     UnsupportedFeatureError,
 )
 from tellin.kernels.batch import StepBatch
+from tellin.worker.backends import Backend, open_backend
 from tellin.worker.memory import process_memory, resident_bytes
-from tellin.worker.model_runner import Backend, ModelRunner
+from tellin.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
@@ -47,7 +48,7 @@ class Worker:
         self._num_kv_blocks = 0
         self._asleep: set[str] = set()
         self._profiler: Any = None
-        self.runner = ModelRunner(config, backend or open_backend(config))
+        self.runner = ModelRunner(config, backend or open_backend(config, config.model_config.path))
 
     # ------------------------------------------------------------------ memory
 
@@ -158,7 +159,7 @@ class Worker:
                 logger.warning("wake_up: %s does not sleep; ignored", tag)
         wanted = set(tags or WAKE_TAGS) & self._asleep
         if "weights" in wanted:
-            self.runner.adopt_backend(open_backend(self.config))
+            self.runner.adopt_backend(open_backend(self.config, self.config.model_config.path))
             self._asleep.discard("weights")
         if "kv_cache" in wanted and "weights" not in self._asleep:
             self.runner.init_kv_cache(self._num_kv_blocks)
@@ -219,43 +220,3 @@ class Worker:
     def shutdown(self) -> None:
         """Release weights and pool. May be called again."""
         self.runner.release_backend()
-
-
-def open_backend(config: EngineConfig) -> Backend:
-    """Open the model's file and pack its weights for the configured backend."""
-    from tellin import loading, models
-
-    model, parallel = config.model_config, config.parallel_config
-    source = loading.open_model(model.path)
-    try:
-        plan = models.build_plan(source)
-        backend: Backend = backend_class(model.backend)(
-            plan,
-            num_threads=parallel.num_threads or config.settings.num_threads,
-            isa=config.settings.isa,
-            activation_precision=model.activation_precision,
-            kv_cache_dtype=config.cache_config.kv_cache_dtype,
-            block_size=config.cache_config.block_size,
-        )
-    finally:
-        source.release_pages()
-    return backend
-
-
-def backend_class(name: str) -> Any:
-    """Backend class for ``model_config.backend``.
-
-    Raises:
-        InvalidParameterError: no such backend.
-    """
-    if name == "native":
-        from tellin.kernels.native import NativeBackend
-
-        return NativeBackend
-    if name == "reference":
-        from tellin.kernels.reference import ReferenceBackend
-
-        return ReferenceBackend
-    raise InvalidParameterError(
-        f"backend must be 'native' or 'reference', got {name!r}", parameter="backend", value=name
-    )

@@ -1,0 +1,80 @@
+"""What a worker needs of a backend, and how one is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tellin.exceptions import InvalidParameterError
+from tellin.kernels.batch import StepBatch
+
+if TYPE_CHECKING:
+    from tellin.config import EngineConfig
+
+
+class Backend(Protocol):
+    """Runs a model's plan (see `tellin.kernels`)."""
+
+    info: dict[str, Any]
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one KV block, all layers together."""
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        """Make the KV pool."""
+
+    def free_kv_cache(self) -> None:
+        """Give the KV pool's memory back."""
+
+    def forward(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+        """Logits ``[num_logits, vocab_size]``: a view that the next call overwrites."""
+
+    def close(self) -> None:
+        """Give all memory back."""
+
+
+def open_backend(config: EngineConfig, path: Path) -> Backend:
+    """Open a model's file and pack its weights for the configured backend.
+
+    Raises:
+        LoadError: the file is missing, damaged or of a kind that is not supported.
+        OutOfMemoryError: the weights do not fit.
+    """
+    from tellin import loading, models
+
+    model, parallel = config.model_config, config.parallel_config
+    source = loading.open_model(path)
+    try:
+        backend: Backend = backend_class(model.backend)(
+            models.build_plan(source),
+            num_threads=parallel.num_threads or config.settings.num_threads,
+            isa=config.settings.isa,
+            activation_precision=model.activation_precision,
+            kv_cache_dtype=config.cache_config.kv_cache_dtype,
+            block_size=config.cache_config.block_size,
+        )
+    finally:
+        source.release_pages()
+    return backend
+
+
+def backend_class(name: str) -> Any:
+    """Backend class for ``model_config.backend``.
+
+    Raises:
+        InvalidParameterError: no such backend.
+    """
+    if name == "native":
+        from tellin.kernels.native import NativeBackend
+
+        return NativeBackend
+    if name == "reference":
+        from tellin.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend
+    raise InvalidParameterError(
+        f"backend must be 'native' or 'reference', got {name!r}", parameter="backend", value=name
+    )
