@@ -94,8 +94,9 @@ class _Resources:
         if self.process is not None:
             self.process.stop(self.timeout_s)
         self.fail(EngineClosedError("the engine has been shut down"))
-        if self.output_thread is not None and self.output_thread is not threading.current_thread():
-            self.output_thread.join(timeout=5)
+        thread = self.output_thread
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
+            thread.join(timeout=5)
         with self.send_lock:
             if self.input_socket is not None:
                 self.input_socket.close(linger=0)

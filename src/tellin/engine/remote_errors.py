@@ -24,9 +24,7 @@ def error_from_name(name: str | None, message: str) -> Exception:
     """Exception of the named type if it is tellin's or a common built-in, else RuntimeError."""
     own = getattr(exceptions, name or "", None)
     if isinstance(own, type) and issubclass(own, TellinError):
-        error = own.__new__(own)
-        Exception.__init__(error, message)
-        return error
+        return own(message)
     if name in _BUILTIN_ERRORS:
         return _BUILTIN_ERRORS[name](message)
     return RuntimeError(f"{name}: {message}" if name else message)

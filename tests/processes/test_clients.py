@@ -1,0 +1,274 @@
+"""The four clients of `make_client`'s table: same calls, same results (S7, S12, S13)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tellin.config import EngineArgs
+from tellin.engine.async_llm import AsyncLLM
+from tellin.engine.core_client import EngineCoreClient, InprocClient
+from tellin.engine.llm_engine import LLMEngine
+from tellin.engine.mp_client import AsyncMPClient, SyncMPClient
+from tellin.engine.thread_client import AsyncThreadClient
+from tellin.exceptions import EngineClosedError, EngineStartError, InvalidParameterError
+from tellin.outputs import RequestOutput
+from tellin.sampling_params import SamplingParams
+from tests.processes.conftest import MakeArgs
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+PROMPTS = [f"prompt number {i}" for i in range(6)]
+
+
+def run_sync(
+    engine: LLMEngine, prompts: list[str], params: SamplingParams = GREEDY
+) -> list[RequestOutput]:
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, params)
+    finished: dict[int, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step(timeout=20):
+            if output.finished:
+                assert isinstance(output, RequestOutput)
+                finished[int(output.request_id)] = output
+    return [finished[i] for i in range(len(prompts))]
+
+
+def results(outputs: list[RequestOutput]) -> list[object]:
+    return [(o.outputs[0].text, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def inproc_results(make_args: MakeArgs) -> list[object]:
+    with LLMEngine.from_engine_args(make_args()) as engine:
+        return results(run_sync(engine, PROMPTS))
+
+
+def core_processes() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if any("tellin.core.core_proc" in word for word in child.cmdline())
+    ]
+
+
+def test_s07_make_client_picks_by_the_two_flags(make_args: MakeArgs) -> None:
+    from tellin.engine.arg_utils import create_engine_config
+
+    config = create_engine_config(make_args())
+    for multiprocess, asyncio_mode, expected in (
+        (False, False, InprocClient),
+        (True, False, SyncMPClient),
+        (True, True, AsyncMPClient),
+        (False, True, AsyncThreadClient),
+    ):
+        client = EngineCoreClient.make_client(multiprocess, asyncio_mode, config, None, False)
+        try:
+            assert type(client) is expected
+            assert client.ready.max_model_len == 2048
+        finally:
+            client.shutdown()
+
+
+def test_s12_one_child_runs_the_core_and_is_gone_after_shutdown(make_args: MakeArgs) -> None:
+    assert core_processes() == []
+    with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
+        assert len(core_processes()) == 1
+        assert engine.model_executor is None  # S68, S69: out of reach
+    assert core_processes() == []
+    engine.shutdown()  # idempotent
+    with pytest.raises(EngineClosedError):
+        engine.step()
+
+
+def test_s13_multi_process_results_equal_in_process_ones(
+    make_args: MakeArgs, inproc_results: list[object]
+) -> None:
+    with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
+        assert results(run_sync(engine, PROMPTS)) == inproc_results
+        # ENG-81, S15: results of control calls have their declared types
+        assert engine.get_supported_tasks() == ("generate",)
+        assert engine.list_loras() == set()
+        assert engine.reset_prefix_cache() is True
+        assert engine.is_sleeping() is False
+        with pytest.raises(InvalidParameterError, match="no method 'nonsense'"):
+            engine.collective_rpc("nonsense")
+        with pytest.raises(TypeError, match="TELLIN_ALLOW_INSECURE_SERIALIZATION"):
+            engine.apply_model(lambda model: 1)
+        assert results(run_sync(engine, PROMPTS)) == inproc_results
+
+
+@pytest.mark.parametrize("multiprocess", [True, False])
+def test_asynchronous_results_equal_in_process_ones(
+    multiprocess: bool, make_args: MakeArgs, inproc_results: list[object]
+) -> None:
+    async def main() -> list[RequestOutput]:
+        async with AsyncLLM.from_engine_args(make_args(), multiprocess_mode=multiprocess) as engine:
+
+            async def one(prompt: str) -> RequestOutput:
+                last = None
+                async for output in engine.generate(prompt, GREEDY):
+                    last = output
+                assert last is not None
+                assert last.finished
+                return last
+
+            return list(await asyncio.gather(*(one(p) for p in PROMPTS)))
+
+    assert results(asyncio.run(main())) == inproc_results
+
+
+def test_s11_in_process_mode_has_no_child_no_socket_no_transport(tiny_model: Path) -> None:
+    """TOP-3, P63, S16: no event loop either."""
+    script = f"""
+    import sys, threading
+    sys.addaudithook(lambda name, args: sys.exit(f"{{name}} {{args}}") if name in
+        ("socket.__new__", "subprocess.Popen", "os.fork", "os.posix_spawn") else None)
+    from tellin import LLM, SamplingParams
+    with LLM({str(tiny_model)!r}, max_model_len=512, num_kv_blocks=64) as llm:
+        assert llm.generate("hello", SamplingParams(max_tokens=3), use_tqdm=False)[0].outputs
+        assert not [t for t in threading.enumerate() if t is not threading.main_thread()]
+    assert "zmq" not in sys.modules, "the transport was imported"
+    print("ok")
+    """
+    done = run_script(script)
+    assert done.stdout == "ok\n"
+    assert done.stderr == ""
+
+
+def test_p34_a_script_without_main_guard_just_works(tiny_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(
+        textwrap.dedent(f"""
+        print("start")
+        from tellin import LLM, SamplingParams
+        llm = LLM({str(tiny_model)!r}, max_model_len=512, num_kv_blocks=64)
+        print(len(llm.generate("hello", SamplingParams(max_tokens=3, ignore_eos=True),
+                               use_tqdm=False)[0].outputs[0].token_ids))
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env=os.environ | {"TELLIN_ENABLE_MULTIPROCESSING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout == "start\n3\n"  # the script ran once
+    assert done.stderr == ""
+
+
+def test_s73_s74_the_environment_only_switches_multiprocessing_on(
+    make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, argument, expected in (("0", True, SyncMPClient), ("1", False, SyncMPClient)):
+        monkeypatch.setenv("TELLIN_ENABLE_MULTIPROCESSING", value)
+        engine = LLMEngine.from_engine_args(make_args(), enable_multiprocessing=argument)
+        try:
+            monkeypatch.setenv("TELLIN_ENABLE_MULTIPROCESSING", "0")  # S19: changes nothing now
+            assert type(engine.engine_core) is expected
+            assert len(run_sync(engine, PROMPTS[:1])) == 1
+        finally:
+            engine.shutdown()
+
+
+def test_eng_2_a_failed_start_raises_the_reason_and_leaves_nothing(make_args: MakeArgs) -> None:
+    args: EngineArgs = make_args(kv_cache_memory_bytes=1 << 50, num_kv_blocks=None)
+    with pytest.raises(EngineStartError, match="could not start: OutOfMemoryError"):
+        LLMEngine.from_engine_args(args, enable_multiprocessing=True)
+    assert core_processes() == []
+
+
+def test_eng_32_step_with_a_timeout_returns_nothing_when_nothing_happens(
+    make_args: MakeArgs,
+) -> None:
+    with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
+        started = time.monotonic()
+        assert engine.step(timeout=0.2) == []
+        assert 0.15 < time.monotonic() - started < 5
+
+
+def test_ctrl_c_ends_parent_and_child(tiny_model: Path) -> None:
+    """P32: exit code 130, no child left, no traceback storm."""
+    script = f"""
+    import sys
+    from tellin.config import EngineArgs
+    from tellin.engine.llm_engine import LLMEngine
+    from tellin import SamplingParams
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(model={str(tiny_model)!r}, max_model_len=2048, num_kv_blocks=256),
+        enable_multiprocessing=True)
+    try:
+        print(engine.engine_core.core_pid, flush=True)
+        while True:
+            engine.add_request("x", "hello", SamplingParams(max_tokens=2000, ignore_eos=True))
+            while engine.has_unfinished_requests():
+                engine.step()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    """
+    process = start_script(script)
+    assert process.stdout is not None
+    core_pid = int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGINT)  # the terminal sends it to the whole group
+    _, stderr = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert stderr == ""
+    assert_gone(core_pid, 5)
+
+
+def test_a_parent_that_is_killed_leaves_no_child(tiny_model: Path) -> None:
+    script = f"""
+    import time
+    from tellin.config import EngineArgs
+    from tellin.engine.llm_engine import LLMEngine
+    engine = LLMEngine.from_engine_args(
+        EngineArgs(model={str(tiny_model)!r}, max_model_len=512, num_kv_blocks=64),
+        enable_multiprocessing=True)
+    print(engine.engine_core.core_pid, flush=True)
+    time.sleep(60)
+    """
+    process = start_script(script)
+    assert process.stdout is not None
+    core_pid = int(process.stdout.readline())
+    assert psutil.pid_exists(core_pid)
+    process.kill()
+    process.communicate(timeout=20)
+    assert_gone(core_pid, 5)
+
+
+def run_script(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def start_script(script: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def assert_gone(pid: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
