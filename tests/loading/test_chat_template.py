@@ -198,7 +198,8 @@ def test_special_tokens_and_named_templates_of_gguf(tmp_path: Path) -> None:
 def test_templates_of_folders(tmp_path: Path) -> None:
     assert templates_from_folder(tmp_path) == {}
     (tmp_path / "tokenizer_config.json").write_text(
-        '{"chat_template": [{"name": "default", "template": "a"}, {"name": "rag", "template": "b"}]}'
+        '{"chat_template": [{"name": "default", "template": "a"},'
+        ' {"name": "rag", "template": "b"}]}'
     )
     assert templates_from_folder(tmp_path) == {"default": "a", "rag": "b"}
     (tmp_path / "chat_template.jinja").write_text("c")

@@ -164,7 +164,7 @@ def test_gguf_missing_keys_and_tensors() -> None:
         hparams_from_gguf(TypedMapping(PATH, {}), {})
     with pytest.raises(ModelLoadError, match=r"'rope_freqs\.weight' is not a float32 vector"):
         gguf(tensors={"rope_freqs.weight": np.ones((2, 2), np.float32)})
-    with pytest.raises(ModelLoadError, match="rope frequency factor is 0.0"):
+    with pytest.raises(ModelLoadError, match=r"rope frequency factor is 0\.0"):
         gguf(tensors={"rope_freqs.weight": np.zeros(4, np.float32)})
 
 

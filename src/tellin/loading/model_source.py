@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tellin.exceptions import ModelLoadError, ModelNotFoundError
 from tellin.loading import gguf
+from tellin.loading.finite import is_finite
 from tellin.loading.gguf_hparams import hparams_from_gguf
 from tellin.loading.hf_hparams import hparams_from_config
 from tellin.loading.json_file import read_json_object
@@ -61,19 +62,20 @@ class ModelSource:
         self.path = path
         self.hparams = hparams
         self.num_bytes = sum(file.num_bytes for file in files)
-        self._tensors: Mapping[str, TensorRef] | None = MappingProxyType(dict(tensors))
-        self._files = tuple(files)
+        self._tensors: Mapping[str, TensorRef] = MappingProxyType(dict(tensors))
+        self._files: tuple[WeightFile, ...] = tuple(files)
+        self._is_closed = False
         self._gguf_metadata = gguf_metadata
 
     @property
     def tensors(self) -> Mapping[str, TensorRef]:
         """Weights by canonical name (see `tellin.loading.names`)."""
-        if self._tensors is None:
-            raise ValueError(f"{self.path}: the model was closed")
+        self._require_open()
         return self._tensors
 
     @cached_property
     def metadata(self) -> ModelMetadata:
+        self._require_open()
         if self._gguf_metadata is not None:
             return metadata_from_gguf(self.path, self._gguf_metadata, self.hparams, self.num_bytes)
         return metadata_from_folder(self.path, self.hparams, self.num_bytes)
@@ -87,9 +89,23 @@ class ModelSource:
         """
         from tellin.loading.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
 
+        self._require_open()
         if self._gguf_metadata is not None:
             return tokenizer_from_gguf(self._gguf_metadata)
         return tokenizer_from_folder(self.path)
+
+    def check_weights(self) -> None:
+        """Look for NaN and infinity in all weights; reads every file once.
+
+        Raises:
+            ModelLoadError: a tensor holds one; the message names it.
+        """
+        for tensor in self.tensors.values():
+            if not is_finite(tensor):
+                raise ModelLoadError(
+                    f"{self.path}: tensor {tensor.name!r} holds NaN or infinity; "
+                    "the file is damaged, or was badly converted"
+                )
 
     def release_pages(self, tensor: TensorRef | None = None) -> None:
         """Let the system drop the pages of one tensor, or of all files, from this process.
@@ -102,9 +118,16 @@ class ModelSource:
 
     def close(self) -> None:
         """Let go of the files. Idempotent."""
-        self._tensors = None
         for file in self._files:
             file.close()
+        self._files = ()
+        self._tensors = {}
+        self._gguf_metadata = None
+        self._is_closed = True
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"{self.path}: the model was closed")
 
     def __enter__(self) -> ModelSource:
         return self
