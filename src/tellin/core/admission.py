@@ -135,13 +135,12 @@ class Admission:
         """Whether one more prompt in progress would break a configured limit."""
         if not (self.max_partial_prefills or self.max_long_partial_prefills):
             return False
-        rests = [r.num_tokens - r.num_computed_tokens for r in running]
-        num_partial = sum(1 for rest in rests if rest > 0)
-        if 0 < self.max_partial_prefills <= num_partial:
+        prompts = [r for r in running if r.num_computed_tokens < r.num_tokens]
+        if 0 < self.max_partial_prefills <= len(prompts):
             return True
         if not 0 < self.chunk_limit < num_missing:
             return False
-        num_long = sum(1 for r in running if r.num_missing_at_start > self.chunk_limit)
+        num_long = sum(1 for r in prompts if r.num_missing_at_start > self.chunk_limit)
         return 0 < self.max_long_partial_prefills <= num_long
 
     def _defer(self, request: Request, hit: PrefixHit) -> bool:

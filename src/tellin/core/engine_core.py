@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tellin.config import EngineConfig
+from tellin.core.kv_events import KVEventBatch
 from tellin.core.kv_sizing import plan_kv_cache
 from tellin.core.request import Request, RequestStatus
 from tellin.core.scheduler import PauseState, Scheduler
@@ -396,6 +397,12 @@ class EngineCore:
 
     def reset_encoder_cache(self) -> None:
         """Forget encoder outputs: none are kept by text models."""
+
+    def take_kv_events(self) -> KVEventBatch:
+        """What the prefix cache stored and dropped since the last call, for outside routers."""
+        recorder = self._live()[0].kv_cache_manager.events
+        rank = self.config.parallel_config.data_parallel_rank
+        return KVEventBatch(time.time(), recorder.take() if recorder is not None else [], rank)
 
     # ------------------------------------------------------------------ pass-through
 

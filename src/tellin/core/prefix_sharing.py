@@ -19,7 +19,8 @@ MAX_DEFERRALS = 8
 class InFlightPrefixes:
     """Hashes of full blocks which running requests have still to publish, and who computes them."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, min_shared_tokens: int = MIN_SHARED_TOKENS) -> None:
+        self.min_shared_tokens = min_shared_tokens
         self._block_size = block_size
         self._owner: dict[bytes, Request] = {}
 
@@ -52,7 +53,7 @@ class InFlightPrefixes:
         end = num_hit_blocks + 1
         while end < len(hashes) and owners.get(hashes[end]) is owner:
             end += 1
-        if (end - num_hit_blocks) * self._block_size < MIN_SHARED_TOKENS:
+        if (end - num_hit_blocks) * self._block_size < self.min_shared_tokens:
             return None
         return owner, end * self._block_size
 

@@ -25,6 +25,9 @@ from tellin.sampling_params import PoolingParams, SamplingParams
 if TYPE_CHECKING:
     from tellin.core.structured_output import StructuredOutputRequest
 
+TOKEN_WISE_TASKS = ("token_embed", "token_classify", "encode")
+"""Pooling tasks that need the hidden state of every position."""
+
 _UINT64_MASK = (1 << 64) - 1
 
 
@@ -292,14 +295,19 @@ class Request:
     def skip_reading_prefix_cache(self) -> bool:
         """Whether every position must be computed (it still publishes its own blocks).
 
-        Prompt logprobs need each prompt position's logits, until they have been delivered.
+        Prompt logprobs need each prompt position's logits, whatever was asked for, until they have
+        been delivered.
         """
-        params: Any = self.sampling_params if self.sampling_params else self.pooling_params
-        if params.skip_reading_prefix_cache is not None:
+        params = self.sampling_params
+        if params is not None:
+            if params.prompt_logprobs is not None:
+                return self.num_tokens == self.num_prompt_tokens
             return bool(params.skip_reading_prefix_cache)
-        if self.sampling_params is not None:
-            return self.sampling_params.prompt_logprobs is not None and self.num_output_tokens == 0
-        return params.task in ("token_embed", "token_classify", "encode")
+        pooling = self.pooling_params
+        assert pooling is not None
+        if pooling.skip_reading_prefix_cache is not None:
+            return pooling.skip_reading_prefix_cache
+        return pooling.task in TOKEN_WISE_TASKS
 
     @property
     def is_finished(self) -> bool:

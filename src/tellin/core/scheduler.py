@@ -32,8 +32,8 @@ from tellin.protocol import (
 from tellin.step_protocol import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 
 MIN_PREFILL_CHUNK = 32
-"""A prompt that leaves budget to others still gets this many tokens a step: a smaller chunk costs
-a pass over the weights almost as long."""
+"""A prompt that leaves budget to others still gets this many tokens a step (or half of the whole
+budget): a smaller chunk costs a pass over the weights almost as long."""
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -75,6 +75,7 @@ class Scheduler:
                     f"nothing after one draft token for each of max_num_seqs={self.max_num_seqs}; "
                     "raise the former or lower the latter"
                 )
+        self._min_prefill_chunk = min(MIN_PREFILL_CHUNK, self.max_num_scheduled_tokens // 2)
         sample = cache_config.kv_cache_metrics_sample
         self.kv_cache_manager = KVCacheManager(
             num_kv_blocks,
@@ -302,9 +303,11 @@ class Scheduler:
             if num_tokens > plan.budget:
                 num_tokens = plan.budget
                 if line or index + 1 < len(plan.prefills):
-                    num_tokens = min(num_tokens, max(num_tokens // 2, MIN_PREFILL_CHUNK))
+                    num_tokens = min(num_tokens, max(num_tokens // 2, self._min_prefill_chunk))
                     capped.append(request)
             self._schedule_running(request, num_tokens, plan)
+            if request.num_computed_tokens == request.num_tokens:
+                self.room.dirty = True  # a prompt less in progress
         return capped
 
     def _schedule_running(self, request: Request, num_tokens: int, plan: StepPlan) -> None:

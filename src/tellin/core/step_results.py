@@ -177,7 +177,6 @@ class StepResults:
             scheduler.room.release_prefix_waiters(request, num_final)
         if request.first_output_pending and num_final >= request.num_tokens - 1:
             scheduler.in_flight_prefixes.unregister(request)
-            scheduler.room.dirty = True  # a prompt less in progress
 
     def _make_output(
         self,
