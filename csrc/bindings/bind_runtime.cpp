@@ -61,7 +61,7 @@ class BoundProgram {
 
   int add_weight(int type, const Bytes& data, int64_t rows, int64_t columns) {
     const int id = program.add_weight(tensor_view(type, data, rows, columns));
-    weight_data_[id] = data;
+    arrays_.push_back(data);
     return id;
   }
   int add_vector(int type, const Bytes& data, int64_t rows, int64_t columns, float offset) {
@@ -69,19 +69,16 @@ class BoundProgram {
   }
   void embed(int type, const Bytes& data, int64_t rows, int64_t columns, int out, float scale) {
     program.embed(tensor_view(type, data, rows, columns), out, scale);
-    tables_.push_back(data);
+    arrays_.push_back(data);
   }
   void add_position(int x, int type, const Bytes& data, int64_t rows, int64_t columns) {
     program.add_position(x, tensor_view(type, data, rows, columns));
-    tables_.push_back(data);
+    arrays_.push_back(data);
   }
-  void pack_weight(int id) {
-    {
-      const nb::gil_scoped_release release;
-      const std::lock_guard<std::mutex> lock(mutex);
-      program.pack_weight(id);
-    }
-    weight_data_.erase(id);
+  void pack_weight(int id, int64_t begin, int64_t end) {
+    const nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex);
+    program.pack_weight(id, begin, end);
   }
   void init_kv_cache(int64_t num_blocks) {
     const nb::gil_scoped_release release;
@@ -148,8 +145,7 @@ class BoundProgram {
     return Rows(view.data, {static_cast<size_t>(view.rows), static_cast<size_t>(view.width)}, capsule);
   }
 
-  std::map<int, Bytes> weight_data_;  // until packed
-  std::vector<Bytes> tables_;
+  std::vector<Bytes> arrays_;  // of weights and tables
 };
 
 }  // namespace
@@ -259,7 +255,7 @@ void bind_runtime(nb::module_& m) {
             p.program.finalize(output, hidden, vocab_size);
           },
           "output"_a, "hidden"_a, "vocab_size"_a)
-      .def("pack_weight", &BoundProgram::pack_weight, "weight"_a)
+      .def("pack_weight", &BoundProgram::pack_weight, "weight"_a, "begin"_a, "end"_a)
       .def("init_kv_cache", &BoundProgram::init_kv_cache, "num_blocks"_a)
       .def("free_kv_cache", &BoundProgram::free_kv_cache)
       .def("copy_kv_block", &BoundProgram::copy_kv_block, "source"_a, "target"_a)

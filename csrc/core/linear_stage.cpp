@@ -8,12 +8,19 @@ namespace {
 
 // Up to this many rows a step is a walk over the weights: a task takes all rows for a few groups.
 constexpr int64_t kFewRows = 16;
-// Rows per tile of a large batch: their int8 activations (64 x 2048 = 128 KiB) stay in L2 beside the weights.
-constexpr int64_t kTileRows = 64;
+// Most rows per task of a large batch: as many as the kernels take in one pass over the weights. Whole kernel
+// tiles (of 2, 3, 4 or 6 rows) fit into a multiple of kRowStep.
+constexpr int64_t kTaskRows = 192;
+constexpr int64_t kRowStep = 12;
+// Tasks per member that a large batch is cut into if it can be: the last ones to end leave others idle.
+constexpr int64_t kTasksPerMember = 8;
 // Bytes of weights per task of a small batch: some 4 us of one core's memory bandwidth, against 0.1 us to
 // take a task.
 constexpr int64_t kTaskBytes = 64 << 10;
 
+int64_t divide_up(int64_t value, int64_t divisor) {
+  return (value + divisor - 1) / divisor;
+}
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
@@ -44,7 +51,7 @@ LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buf
     }
   }
   if (needs_scratch) {
-    const int64_t floats = std::max(kFewRows, kTileRows) * widest;
+    const int64_t floats = kTaskRows * widest;
     for (int member = 0; member < num_threads_; ++member) {
       scratch_.emplace_back(static_cast<size_t>(floats) * sizeof(float), /*huge_pages=*/false);
     }
@@ -61,8 +68,15 @@ int64_t LinearStage::prepare(const Pass& pass) noexcept {
   num_rows_ = pass.num_rows(parts_[0].out->rows);
   const bool few = num_rows_ <= kFewRows;
   chunks_ = few ? &small_chunks_ : &large_chunks_;
-  tile_rows_ = few ? std::max<int64_t>(1, num_rows_) : kTileRows;
-  num_tiles_ = (num_rows_ + tile_rows_ - 1) / tile_rows_;
+  tile_rows_ = std::max<int64_t>(1, num_rows_);
+  if (!few) {
+    const auto num_chunks = static_cast<int64_t>(chunks_->size());
+    const int64_t wanted = divide_up(kTasksPerMember * num_threads_, num_chunks);
+    const int64_t tiles =
+        std::max(divide_up(num_rows_, kTaskRows), std::min(wanted, divide_up(num_rows_, kFewRows)));
+    tile_rows_ = divide_up(divide_up(num_rows_, tiles), kRowStep) * kRowStep;
+  }
+  num_tiles_ = divide_up(num_rows_, tile_rows_);
   return num_tiles_ * static_cast<int64_t>(chunks_->size());
 }
 

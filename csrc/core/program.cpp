@@ -202,23 +202,27 @@ void Program::finalize(int output, int hidden, int64_t vocab_size) {
   state.finalized = true;
 }
 
-void Program::pack_weight(int id) {
+void Program::pack_weight(int id, int64_t begin, int64_t end) {
   require(state_->finalized, "finalize() the program before packing weights");
   require(id >= 0 && id < num_weights(), "weight id " + std::to_string(id) + " is out of range");
   Weight& weight = *weights_[static_cast<size_t>(id)];
-  if (weight.is_packed) return;
-  const LinearKernels& kernels = *state_->kernels.linear;
   const PackedMatrix& packed = weight.packed;
+  require(begin == weight.packed_rows && begin < end && end <= packed.n,
+          "rows of a weight must be packed in order, each once");
+  require(end == packed.n || end % kGroupRows == 0, "weights are packed in steps of 16 rows");
+  const LinearKernels& kernels = *state_->kernels.linear;
   uint8_t* target = arena_.data() + (packed.data - arena_.data());
+  const int64_t first = begin / kGroupRows;
+  const int64_t last = (end + kGroupRows - 1) / kGroupRows;
   const int64_t step = std::max<int64_t>(1, kPackBytes / static_cast<int64_t>(packed.group_bytes));
-  team_.parallel_for((packed.num_groups + step - 1) / step, [&](int64_t task, int) {
-    const int64_t begin = task * step;
-    const int64_t end = std::min(packed.num_groups, begin + step);
-    kernels.pack_groups(weight.source.type, weight.precision, weight.source.data, packed.n, packed.k, begin,
-                        end, target);
+  team_.parallel_for((last - first + step - 1) / step, [&](int64_t task, int) {
+    const int64_t g0 = first + task * step;
+    const int64_t g1 = std::min(last, g0 + step);
+    kernels.pack_groups(weight.source.type, weight.precision, weight.source.data, packed.n, packed.k, g0, g1,
+                        target);
   });
-  weight.is_packed = true;
-  weight.source.data = nullptr;
+  weight.packed_rows = end;
+  if (end == packed.n) weight.source.data = nullptr;
 }
 
 void Program::init_kv_cache(int64_t num_blocks) {

@@ -45,7 +45,8 @@ void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels) {
 void Program::check_step(const StepInput& in) const {
   const State& state = *state_;
   require(state.finalized, "finalize() the program before running it");
-  for (const auto& weight : weights_) require(weight->is_packed, "not all weights are packed");
+  for (const auto& weight : weights_)
+    require(weight->packed_rows == weight->packed.n, "not all weights are packed");
   require(in.num_requests >= 0 && in.num_tokens >= 0 && in.query_start_loc[0] == 0 &&
               in.query_start_loc[in.num_requests] == in.num_tokens,
           "query_start_loc must go from 0 to the number of tokens");

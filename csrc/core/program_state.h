@@ -18,7 +18,7 @@ struct Program::Weight {
   TensorView source;
   ActPrecision precision;
   PackedMatrix packed;
-  bool is_packed = false;
+  int64_t packed_rows = 0;
 };
 
 struct Program::State {

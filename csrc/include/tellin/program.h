@@ -1,10 +1,10 @@
 // A plan compiled for this machine: weights, buffers, KV cache and a list of stages, run in one call per
 // step.
 //
-// Made once by add_* calls in plan order, then finalize(), then pack_weight() for every weight. After that
-// only forward() and the cache functions are called. Everything is checked here, before any thread starts;
-// bad arguments throw std::invalid_argument and leave the program as it was. Not thread-safe by itself: one
-// caller at a time (the binding holds a lock).
+// Made once by add_* calls in plan order, then finalize(), then pack_weight() until every weight is packed.
+// After that only forward() and the cache functions are called. Everything is checked here, before any thread
+// starts; bad arguments throw std::invalid_argument and leave the program as it was. Not thread-safe by
+// itself: one caller at a time (the binding holds a lock).
 #pragma once
 #include <cstdint>
 #include <map>
@@ -96,8 +96,9 @@ class Program {
   void finalize(int output, int hidden, int64_t vocab_size);
 
   int num_weights() const { return static_cast<int>(weights_.size()); }
-  // Repacks one weight into the arena with the whole team; its file pages are not needed afterwards.
-  void pack_weight(int weight);
+  // Repacks rows [begin, end) of a weight into the arena with the whole team; their file pages are not needed
+  // afterwards. A weight is packed from its first row to its last, in steps of whole groups of 16 rows.
+  void pack_weight(int weight, int64_t begin, int64_t end);
 
   void init_kv_cache(int64_t num_blocks);
   void free_kv_cache() { pool_.free(); }

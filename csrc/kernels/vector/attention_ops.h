@@ -145,17 +145,19 @@ inline void value_columns(const KvLayout& layout, const uint8_t* const* tiles, i
     }
   }
   const int64_t row_bytes = layout.head_dim * Read::kBytes;
+  const int64_t offset = layout.value_offset + column * Read::kBytes;
+  const float* w = weights + begin;
   for (int64_t j = begin; j < end;) {
-    const int64_t tile = j / kTilePositions;
-    const int64_t stop = smaller(end, (tile + 1) * kTilePositions);
-    const uint8_t* v =
-        tiles[tile] + layout.value_offset + (j - tile * kTilePositions) * row_bytes + column * Read::kBytes;
-    for (; j < stop; ++j, v += row_bytes) {
+    const uint64_t lane = static_cast<uint64_t>(j) % kTilePositions;
+    const uint8_t* v = tiles[static_cast<uint64_t>(j) / kTilePositions] + offset + lane * row_bytes;
+    const int64_t count = smaller(end - j, kTilePositions - static_cast<int64_t>(lane));
+    j += count;
+    for (const float* stop = w + count; w != stop; ++w, v += row_bytes) {
       V values[C];
       for (int c = 0; c < C; ++c) values[c] = Read::load(v + c * Simd::kWidth * Read::kBytes);
       for (int r = 0; r < R; ++r) {
-        const V w = Simd::set1(weights[r * kPartition + j]);
-        for (int c = 0; c < C; ++c) sums[r][c] = Simd::fma(w, values[c], sums[r][c]);
+        const V weight = Simd::set1(w[r * kPartition]);
+        for (int c = 0; c < C; ++c) sums[r][c] = Simd::fma(weight, values[c], sums[r][c]);
       }
     }
   }
@@ -291,11 +293,17 @@ void fold(int64_t num_rows, int64_t head_dim, const float* states, float* runnin
     float factors[Simd::kWidth] = {all_max - new_max, part_max - new_max};
     Simd::store(factors, vexp(Simd::load(factors)));
     const V a = Simd::set1(factors[0]), b = Simd::set1(factors[1]);
-    for (int64_t d = 0; d < head_dim; d += Simd::kWidth) {
-      const int count = static_cast<int>(smaller(Simd::kWidth, head_dim - d));
-      const V merged =
-          Simd::fma(Simd::load_partial(all + d, count), a, Simd::mul(Simd::load_partial(part + d, count), b));
-      Simd::store_partial(all + d, merged, count);
+    const auto merge = [&](V running_acc, V part_acc) {
+      return Simd::fma(running_acc, a, Simd::mul(part_acc, b));
+    };
+    int64_t d = 0;
+    for (; d + Simd::kWidth <= head_dim; d += Simd::kWidth) {
+      Simd::store(all + d, merge(Simd::load(all + d), Simd::load(part + d)));
+    }
+    if (d < head_dim) {
+      const int count = static_cast<int>(head_dim - d);
+      Simd::store_partial(
+          all + d, merge(Simd::load_partial(all + d, count), Simd::load_partial(part + d, count)), count);
     }
     all[head_dim] = new_max;
     all[head_dim + 1] = all_sum * factors[0] + part_sum * factors[1];
@@ -304,11 +312,18 @@ void fold(int64_t num_rows, int64_t head_dim, const float* states, float* runnin
 
 void finish(int64_t head_dim, const float* running, float* out) {
   const float total = running[head_dim + 1];
-  const V inverse = Simd::set1(total == 0.0f ? 0.0f : 1.0f / total);
-  for (int64_t d = 0; d < head_dim; d += Simd::kWidth) {
-    const int count = static_cast<int>(smaller(Simd::kWidth, head_dim - d));
-    const V acc = total == 0.0f ? Simd::zero() : Simd::load_partial(running + d, count);
-    Simd::store_partial(out + d, Simd::mul(acc, inverse), count);
+  if (total == 0.0f) {
+    for (int64_t d = 0; d < head_dim; ++d) out[d] = 0.0f;
+    return;
+  }
+  const V inverse = Simd::set1(1.0f / total);
+  int64_t d = 0;
+  for (; d + Simd::kWidth <= head_dim; d += Simd::kWidth) {
+    Simd::store(out + d, Simd::mul(Simd::load(running + d), inverse));
+  }
+  if (d < head_dim) {
+    const int count = static_cast<int>(head_dim - d);
+    Simd::store_partial(out + d, Simd::mul(Simd::load_partial(running + d, count), inverse), count);
   }
 }
 

@@ -30,6 +30,8 @@ from tellin.models.plan import ir
 
 _KV_DTYPES = {"auto": "float16", "float16": "float16", "float32": "float32", "int8": "int8"}
 _NONE = -1
+_PACK_SLICE_BYTES = 8 << 20
+"""Of a file, packed before its pages are released: what a load needs beyond the packed weights."""
 
 
 class NativeBackend:
@@ -212,8 +214,17 @@ class _Compiler:
         hidden = _NONE if self.plan.hidden is None else self.buffers[self.plan.hidden.id]
         self.program.finalize(self.buffers[self.plan.output.id], hidden, self.plan.vocab_size)
         for weight, tensor in self.packed:
-            self.program.pack_weight(weight)
-            _release_pages(tensor)
+            self._pack(weight, tensor)
+
+    def _pack(self, weight: int, tensor: TensorRef) -> None:
+        """Pack slice by slice, so that a large matrix is never in memory twice."""
+        num_rows = tensor.shape[0]
+        row_bytes = tensor.data.nbytes // num_rows
+        step = max(1, _PACK_SLICE_BYTES // (16 * row_bytes)) * 16
+        for begin in range(0, num_rows, step):
+            end = min(begin + step, num_rows)
+            self.program.pack_weight(weight, begin, end)
+            _release_pages(tensor.data[begin * row_bytes : end * row_bytes])
 
     def _call(self, op: ir.Op | None, function: Callable[..., Any], *args: Any) -> Any:
         """Call the program; what it refuses is a plan that this backend cannot run."""
@@ -377,12 +388,12 @@ def _tensor(tensor: TensorRef) -> tuple[int, npt.NDArray[np.uint8], int, int]:
     return int(tensor.quant_type), tensor.data, tensor.num_elements // columns, columns
 
 
-def _release_pages(tensor: TensorRef) -> None:
-    """Drop a packed tensor's pages from this process if they are those of a file.
+def _release_pages(view: npt.NDArray[np.uint8]) -> None:
+    """Drop the pages of packed bytes from this process if they are those of a file.
 
     Only a read-only `mmap` qualifies: discarding its pages loses nothing, they would be read again.
     """
-    base: Any = tensor.data
+    base: Any = view
     while isinstance(base, np.ndarray):
         base = base.base
     if isinstance(base, memoryview):
@@ -390,8 +401,7 @@ def _release_pages(tensor: TensorRef) -> None:
     if not isinstance(base, mmap.mmap) or not memoryview(base).readonly:
         return
     first = np.frombuffer(base, dtype=np.uint8, count=1).ctypes.data
-    begin = tensor.data.ctypes.data - first
-    start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-    stop = (begin + tensor.data.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if hasattr(mmap, "MADV_DONTNEED") and stop > start:
+    start = (view.ctypes.data - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    stop = view.ctypes.data - first + view.nbytes
+    if hasattr(mmap, "MADV_DONTNEED"):
         base.madvise(mmap.MADV_DONTNEED, start, stop - start)
