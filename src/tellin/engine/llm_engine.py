@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from tellin.config import EngineArgs, EngineConfig
@@ -24,6 +23,7 @@ from tellin.engine.profiling import ScopeRecorder
 from tellin.engine.renderer import ChatTokenizer, Renderer
 from tellin.engine.request_handle import RequestHandle
 from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager
+from tellin.engine.stats import idle_scheduler_stats
 from tellin.engine.teardown import cleanup_instance_caches, close_engine, get_driver_model
 from tellin.engine.tracing import make_tracer
 from tellin.exceptions import (
@@ -312,6 +312,8 @@ class LLMEngine:
         self, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None
     ) -> None:
         mm_cache_stats = self.renderer.stat_mm_cache()
+        if not self.output_processor.has_unfinished_requests():
+            scheduler_stats = idle_scheduler_stats(scheduler_stats)
         if self.logger_manager is not None:
             self.logger_manager.record(scheduler_stats, iteration_stats, mm_cache_stats)
 
@@ -488,10 +490,5 @@ class LLMEngine:
     def __enter__(self) -> LLMEngine:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.shutdown()

@@ -102,6 +102,18 @@ def _interval(start: float, end: float) -> float:
     return max(0.0, end - start) if start and end else 0.0
 
 
+def idle_scheduler_stats(stats: SchedulerStats | None) -> SchedulerStats:
+    """The stats of a step after which nothing is left to do.
+
+    What ended in the frontend (a stop string, an abort) the core still counted as running, and no
+    later step would say otherwise: gauges would never return to 0.
+    """
+    stats = stats or SchedulerStats()
+    stats.num_running_reqs = stats.num_waiting_reqs = stats.num_skipped_waiting_reqs = 0
+    stats.kv_cache_usage = 0.0
+    return stats
+
+
 class LoRARequestStates:
     """Which requests of each adapter wait and which run, from the core's events."""
 
