@@ -1,4 +1,4 @@
-"""``python -m benchmarks COMMAND``: compare, ceilings, scheduler, diff."""
+"""``python -m benchmarks COMMAND``: compare, fidelity, overhead, scheduler, ceilings, diff."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks import ceilings, compare, diff, scheduler_cost
+from benchmarks import ceilings, compare, diff, fidelity, overhead, scheduler_cost
 
 
 def main() -> int:
@@ -15,6 +15,12 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     compare.add_arguments(
         commands.add_parser("compare", help="tellin beside the engines that are installed")
+    )
+    fidelity.add_arguments(
+        commands.add_parser("fidelity", help="distance of each engine from the float32 model")
+    )
+    overhead.add_arguments(
+        commands.add_parser("overhead", help="what the engine costs beside the native calls")
     )
     one = commands.add_parser("ceilings", help="what this machine could do at best")
     one.add_argument("--cache", type=Path, help="where to build (default: TELLIN_HOME/bench)")
@@ -26,6 +32,10 @@ def main() -> int:
     args = parser.parse_args()
     if args.command == "compare":
         return compare.run(args)
+    if args.command == "fidelity":
+        return fidelity.run(args)
+    if args.command == "overhead":
+        return overhead.run(args)
     if args.command == "scheduler":
         print(scheduler_cost.run())
         return 0

@@ -1,0 +1,134 @@
+"""The native backend against the reference: every architecture, weight type and kernel variant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from tellin.kernels import _C
+from tellin.kernels.native import NativeBackend
+from tellin.kernels.reference import ReferenceBackend
+from tellin.loading.tensors import QuantType, TensorRef
+from tellin.models import build_plan
+from tellin.models.plan.ir import Plan
+from tests.models.stepping import Stepper, logits_of
+from tests.models.tiny import (
+    CASES,
+    MAX_MODEL_LEN,
+    MemorySource,
+    tiny_source,
+    tiny_token_ids,
+)
+
+DECODERS = [name for name, hp in CASES.items() if hp.architecture != "bert"]
+
+
+def tiny_plan(name: str) -> Plan:
+    return build_plan(tiny_source(name), max_model_len=MAX_MODEL_LEN.get(name))
+
+
+def quantised_source(name: str, quant_type: QuantType) -> MemorySource:
+    """A tiny model whose matrices are stored as ``quant_type``."""
+    source = tiny_source(name)
+    tensors = {}
+    for key, tensor in source.tensors.items():
+        if len(tensor.shape) == 2:
+            values = tensor.data.view(np.float32).reshape(tensor.shape)
+            packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType(int(quant_type)))
+            data = np.ascontiguousarray(packed).reshape(-1).view(np.uint8)
+            tensors[key] = TensorRef(key, tensor.shape, quant_type, data)
+        else:
+            tensors[key] = tensor
+    return replace(source, tensors=tensors)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_float32_weights_give_the_reference_logits(name: str, fuse: bool) -> None:
+    plan = build_plan(tiny_source(name), max_model_len=MAX_MODEL_LEN.get(name), fuse=fuse)
+    token_ids = tiny_token_ids()
+    expected = logits_of(ReferenceBackend(plan), token_ids)
+    with_native = logits_of(NativeBackend(plan, kv_cache_dtype="float32"), token_ids)
+    np.testing.assert_allclose(with_native, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("float16", 0.02), ("int8", 0.2)])
+@pytest.mark.parametrize("name", DECODERS)
+def test_small_caches_stay_close(name: str, kv_cache_dtype: str, bound: float) -> None:
+    plan = tiny_plan(name)
+    expected = logits_of(ReferenceBackend(plan), tiny_token_ids())
+    logits = logits_of(NativeBackend(plan, kv_cache_dtype=kv_cache_dtype), tiny_token_ids())
+    assert np.abs(logits - expected).max() < bound * max(1.0, expected.std())
+
+
+@pytest.mark.parametrize(
+    "quant_type",
+    [t for t in QuantType if t.block_size <= 32],
+    ids=lambda t: t.name,
+)
+def test_quantised_weights(quant_type: QuantType) -> None:
+    """High precision computes the dequantised float32 model; default rounds inputs of matrices."""
+    plan = build_plan(quantised_source("llama_tied", quant_type))
+    token_ids = tiny_token_ids()
+    expected = logits_of(ReferenceBackend(plan), token_ids)
+    high = NativeBackend(plan, activation_precision="high", kv_cache_dtype="float32")
+    np.testing.assert_allclose(logits_of(high, token_ids), expected, rtol=0, atol=2e-4)
+    default = logits_of(NativeBackend(plan, kv_cache_dtype="float32"), token_ids)
+    assert np.sqrt(np.mean((default - expected) ** 2)) < 0.03 * expected.std()
+
+
+def mixed_steps(backend: Any) -> list[np.ndarray]:
+    """One request's 20 logits rows: alone, in chunks, and in a crowd, token by token."""
+    ids = tiny_token_ids().tolist()
+    other = ids[::-1]
+    whole = Stepper(backend).step([("a", ids)])[0]
+    chunked = Stepper(backend)
+    parts = [chunked.step([("a", ids[i : i + 7])])[0] for i in range(0, len(ids), 7)]
+    crowd = Stepper(backend)
+    rows = [crowd.step([("b", other), ("a", ids[:3]), ("c", other[:5])])[1]]
+    rows += [
+        crowd.step([("c", other[i : i + 1]), ("b", [i]), ("a", ids[i : i + 1])])[2]
+        for i in range(3, len(ids))
+    ]
+    return [whole, np.concatenate(parts), np.concatenate(rows)]
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "mistral"])
+def test_promise_1_on_every_variant(name: str, kv_cache_dtype: str) -> None:
+    """Chunks, batches and thread counts change no bit; each instruction set for itself."""
+    plan = tiny_plan(name)
+    for isa in _C.linear_variants():
+        results = [
+            logits
+            for num_threads in (1, 3)
+            for logits in mixed_steps(
+                NativeBackend(plan, isa=isa, num_threads=num_threads, kv_cache_dtype=kv_cache_dtype)
+            )
+        ]
+        for other in results[1:]:
+            np.testing.assert_array_equal(other, results[0], err_msg=isa)
+
+
+@pytest.mark.parametrize("quant_type", [QuantType.Q4_1, QuantType.Q8_0], ids=lambda t: t.name)
+@pytest.mark.parametrize("precision", ["default", "high"])
+def test_promise_1_with_quantised_weights(quant_type: QuantType, precision: str) -> None:
+    plan = build_plan(quantised_source("llama", quant_type))
+    for isa in _C.linear_variants():
+        backend = NativeBackend(plan, isa=isa, num_threads=2, activation_precision=precision)
+        first, *others = mixed_steps(backend)
+        for other in others:
+            np.testing.assert_array_equal(other, first, err_msg=isa)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "bert"])
+def test_hidden_states(name: str) -> None:
+    plan = tiny_plan(name)
+    reference, native = ReferenceBackend(plan), NativeBackend(plan, kv_cache_dtype="float32")
+    for backend in (reference, native):
+        logits_of(backend, tiny_token_ids())
+    np.testing.assert_allclose(native.hidden(), reference.hidden(), rtol=0, atol=1e-4)
