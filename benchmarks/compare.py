@@ -20,7 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ceilings, machine, report
+from benchmarks import ceilings, extras, machine, report
 from benchmarks.cases import FULL, QUICK, Case
 from benchmarks.engines import (
     DRIVERS,
@@ -49,6 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", type=Path, help="synthetic models (default: TELLIN_HOME/bench)")
     parser.add_argument("--output", type=Path, help=f"result file (default: {DEFAULT_RESULTS}/...)")
     parser.add_argument("--no-start", action="store_true", help="skip load and first-token times")
+    parser.add_argument(
+        "--no-extras", action="store_true", help="skip overhead, scheduler, fidelity"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
     output = args.output or DEFAULT_RESULTS / f"{datetime.now():%Y%m%d-%H%M%S}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     print(_head(result))
-    for name in args.models or (QUICK_MODELS if args.quick else FULL_MODELS):
+    names = args.models or (QUICK_MODELS if args.quick else FULL_MODELS)
+    for name in names:
         model = open_bench_model(name, cache)
         measured = measure_model(model, specs, cases, rounds, args, result["ceilings"], cache)
         result["models"][model.name] = measured
@@ -84,6 +88,13 @@ def run(args: argparse.Namespace) -> int:
             print(report.start_table(measured["start"], model.file_bytes))
         for line in measured["notes"]:
             print(f"note: {line}")
+    by_name = {spec.name: spec for spec in specs}
+    if report.OURS in by_name and not args.no_extras:
+        found = extras.run(by_name[report.OURS], by_name.get("llama.cpp"), names[0], args.quick)
+        result["extras"] = found
+        output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        for name, text in found.items():
+            print(f"\n{name} ({names[0]})\n{text}")
     print(f"\n~ others used more than {report.NOISY:.0%} of the machine meanwhile")
     print(f"written: {output}")
     return 0
@@ -134,6 +145,7 @@ def measure_model(
     if not args.no_start:
         alive = {engine.spec: paths[engine.spec] for engine in engines}
         measured["start"] = measure_start(model, alive, rounds)
+        notes += [row["error"] for row in measured["start"].values() if "error" in row]
     _progress("")
     return measured
 

@@ -162,6 +162,7 @@ def test_command_writes_file_and_diff_reads_it(
     compare.add_arguments(parser)
     output = tmp_path / "out.json"
     arguments = ["--quick", "--engines", "tellin", "slow", "--cases", "prefill", "--no-start"]
+    arguments.append("--no-extras")
     args = parser.parse_args([*arguments, "--models", "m", "--output", str(output)])
     assert compare.run(args) == 0
     assert "prefill 128" in capsys.readouterr().out
