@@ -11,6 +11,7 @@ the transformers library's ``apply_chat_template``.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -127,6 +128,12 @@ class ChatTemplate:
         prompt = rendered[:position]
         is_trimmed = not rendered.startswith(_MARK + _MARK_SPACE, position)
         return prompt.rstrip() if is_trimmed else prompt
+
+
+@functools.lru_cache(maxsize=16)
+def compile_template(text: str) -> ChatTemplate:
+    """`ChatTemplate`, kept for the templates used last: compiling takes a millisecond or more."""
+    return ChatTemplate(text)
 
 
 class _TemplateRefusalError(Exception):

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tellin.exceptions import InvalidParameterError, ModelLoadError
-from tellin.loading.chat_template import ChatTemplate, choose_template
 from tellin.loading.gguf_tokenizer import SPACE, build_backend
 from tellin.loading.gguf_vocab import GGUFVocabulary
 from tellin.loading.json_file import read_optional_json_object
@@ -62,7 +61,6 @@ class Tokenizer:
         self._kind = _decoder_kind(backend)
         self._plain_lock = threading.Lock()
         self._plain_backend: tokenizers.Tokenizer | None = None
-        self._compiled: dict[str, ChatTemplate] = {}
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -171,15 +169,15 @@ class Tokenizer:
             InvalidParameterError: no template, a wrong combination of arguments, or a broken one.
             RequestError: the template refuses the conversation; the message carries its words.
         """
+        # Jinja is imported when it is needed first.
+        from tellin.loading.chat_template import choose_template, compile_template
+
         text = choose_template(self.source, self.chat_templates, chat_template, tools is not None)
-        template = self._compiled.get(text)
-        if template is None:
-            template = self._compiled[text] = ChatTemplate(text)
         special = {
             "bos_token": self._token(self.bos_token_id) or "",
             "eos_token": self._token(self.eos_token_id) or "",
         }
-        return template.render(
+        return compile_template(text).render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
