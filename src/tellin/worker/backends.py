@@ -49,7 +49,7 @@ def open_backend(config: EngineConfig, path: Path) -> Backend:
     source = loading.open_model(path)
     try:
         backend: Backend = backend_class(model.backend)(
-            models.build_plan(source),
+            models.build_plan(source, max_model_len=model.max_model_len),
             num_threads=parallel.num_threads or config.settings.num_threads,
             isa=config.settings.isa,
             activation_precision=model.activation_precision,
