@@ -23,7 +23,7 @@ from tellin.json_schema import (
 )
 from tellin.sampling_params import StructuredOutputsParams
 
-WHITESPACE_PATTERN = r"[ ]|\n[ \t]{0,32}"
+WHITESPACE_PATTERN = r"[ ]|\n[ \t]{0,20}"
 """Optional between JSON tokens: one space, or a line break with indentation. Small models drift
 into endless whitespace where the grammar lets them."""
 

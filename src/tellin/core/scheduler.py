@@ -269,11 +269,16 @@ class Scheduler:
         plan.budget = budget
 
     def _schedule_decode_with_drafts(self, request: Request, plan: StepPlan, spare: int) -> int:
-        """Returns how many draft tokens were scheduled. Drafts never cost another its blocks."""
+        """Returns how many draft tokens were scheduled."""
         drafts = request.spec_token_ids
         request.spec_token_ids = []
-        room = request.max_total_tokens - request.num_tokens - 1
-        drafts = drafts[: max(0, min(spare, room))]
+        if drafts:
+            num_drafts = min(len(drafts), spare, request.max_total_tokens - request.num_tokens - 1)
+            if self.kv_cache_manager.pool.get_num_free_blocks() < len(self.running):
+                # Drafts must not take the block that another needs for its next token.
+                num_slots = request.num_slots - self.num_lookahead_tokens
+                num_drafts = min(num_drafts, num_slots - request.num_computed_tokens - 1)
+            drafts = drafts[: max(0, num_drafts)]
         if drafts:
             new_block_ids = self.kv_cache_manager.allocate_slots(request, 1 + len(drafts))
             if new_block_ids is not None:

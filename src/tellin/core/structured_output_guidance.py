@@ -29,6 +29,8 @@ from tellin.sampling_params import StructuredOutputsParams
 Bitmask = npt.NDArray[np.int32]
 """``[rows, ceil(vocab_size / 32)]``, least significant bit first, 1 = allowed."""
 
+MAX_PIECE_BYTES = 64
+
 MIN_PARALLEL_ROWS = 16
 """Fewer masks are computed one after the other: handing them out costs more."""
 
@@ -109,16 +111,17 @@ class GuidanceGrammar:
         ends = bool(ids) and ids[-1] in self._eos_ids
         if ends:
             ids.pop()  # a matcher that is complete does not take it
-        num_accepted = self.matcher.try_consume_tokens(ids) if ids else 0
-        if num_accepted < len(ids) or self._ended:
-            refused = token_ids[num_accepted]
-        elif ends and not self.matcher.is_accepting():
-            refused = token_ids[-1]
-        else:
-            self._ended = ends
+        num_accepted = 0
+        if ids and not self._ended:
+            num_accepted = self.matcher.try_consume_tokens(ids)
+        if num_accepted == len(ids) and not (ends and not self._may_end()):
+            self._ended = self._ended or ends
             return True
-        self._error = self.error() or f"id {refused} is not allowed here"
+        self._error = self.error() or f"id {token_ids[num_accepted]} is not allowed here"
         return False
+
+    def _may_end(self) -> bool:
+        return not self._ended and bool(self.matcher.is_accepting())
 
     def validate_tokens(self, token_ids: Sequence[int]) -> list[int]:
         """Longest acceptable prefix before any end of sequence; does not advance."""
@@ -166,8 +169,35 @@ class _Vocabulary:
             self.special_tokens[text] = token_id
         self.eos_token_id = min(eos_ids, default=tokenizer.eos_token_id)
         self.bos_token_id = None
+        self._id_of: dict[bytes, int] | None = None
 
     def __call__(self, text: bytes | str) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "replace")
-        return [int(i) for i in self._tokenizer.encode(text, add_special_tokens=False)]
+        """The tokenizer's own way to write a text, which is what masks force where they can.
+
+        Some tokenizers change a text (a space in front, say): then the longest pieces that fit.
+        """
+        data = text.encode() if isinstance(text, str) else text
+        ids = [
+            int(i)
+            for i in self._tokenizer.encode(
+                data.decode("utf-8", "replace"), add_special_tokens=False
+            )
+        ]
+        if b"".join(self.tokens[i] for i in ids) == data:
+            return ids
+        return self._longest_pieces(data)
+
+    def _longest_pieces(self, data: bytes) -> list[int]:
+        if self._id_of is None:
+            special = set(self.special_token_ids)
+            self._id_of = {t: i for i, t in enumerate(self.tokens) if t and i not in special}
+        ids: list[int] = []
+        while data:
+            length = min(len(data), MAX_PIECE_BYTES)
+            while length and data[:length] not in self._id_of:
+                length -= 1
+            if not length:
+                break
+            ids.append(self._id_of[data[:length]])
+            data = data[length:]
+        return ids

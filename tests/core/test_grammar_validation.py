@@ -1,0 +1,175 @@
+"""P36-P38, 6.1-6.2: what is refused, why, and where; the same check offline and online."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tellin.exceptions import InvalidParameterError
+from tellin.grammar_validation import grammar_key, validate_structured_outputs
+from tellin.json_schema import endless_references
+from tellin.sampling_params import StructuredOutputsParams
+
+
+def check(**params: Any) -> None:
+    validate_structured_outputs(StructuredOutputsParams(**params))
+
+
+TREE = {
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "value": {"type": "integer"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+            "required": ["value", "children"],
+        }
+    },
+    "$ref": "#/$defs/node",
+}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"json": {}},
+        {"json": "{}"},
+        {"json": {"type": "object", "properties": {"a": {"type": "string"}}}},
+        {"json": TREE},
+        {"json": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        {"json": {"type": "array", "items": {"$ref": "#"}}},
+        {"json": {"type": "string", "maxLength": 10**9}},
+        {"json": {"type": "string", "format": "date-time"}},
+        {"json_object": True},
+        {"regex": "a+"},
+        {"regex": ""},
+        {"choice": ["a", "b"]},
+        {"grammar": 'start: "x"+'},
+        {"grammar": 'root ::= "x"+'},
+    ],
+)
+def test_sound_constraints_pass(params: dict[str, Any]) -> None:
+    check(**params)
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"type": "not-a-type"}, "not-a-type"),
+        ({"$ref": "#"}, "# refers to itself"),
+        ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "#/$defs/a refers"),
+        ({"type": "object", "properties": {"a": "string"}}, "(at #/properties/a)"),
+        ({"properties": {"x": {"items": {"pattern": "("}}}}, "(at #/properties/x/items)"),
+        ({"type": "array", "uniqueItems": True}, 'Unimplemented keys: ["uniqueItems"] (at #)'),
+        ({"anyOf": [{}, {"not": {}}]}, "(at #/anyOf/1)"),
+        ({"$defs": {"q/r": {"contains": {}}}, "$ref": "#/$defs/q~1r"}, "(at #/$defs/q~1r)"),
+        ({"type": "string", "format": "zip"}, "zip"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
+        ({"enum": []}, "Unsatisfiable"),
+        ({"x-guidance": {"lenient": True}, "uniqueItems": True}, "uniqueItems"),
+        ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+        ({"$ref": "http://example.com/x"}, "http://example.com/x"),
+        ("{", "not valid JSON"),
+        ("[1]", "must be an object"),
+        ("false", "allows nothing"),
+    ],
+)
+def test_unsound_schemas_are_refused(schema: Any, reason: str) -> None:
+    """P36, P37: with the compiler's reason and the path of the part."""
+    with pytest.raises(InvalidParameterError) as caught:
+        check(json=schema)
+    assert reason in str(caught.value)
+    assert str(caught.value).startswith("structured_outputs.json")
+    assert "\n" not in str(caught.value)
+    assert caught.value.parameter == "structured_outputs.json"
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"regex": "("}, "unclosed group"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"(a)\1"}, "backreferences"),
+        ({"regex": r"[^\s\S]"}, "no text can satisfy it"),
+        ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"grammar": "start: ("}, "Expected"),
+        ({"grammar": "start: start"}, "no text can satisfy it"),
+        ({"grammar": "root ::= ("}, "Expected ')'"),
+        ({"grammar": "hello"}, "Expected"),
+        ({"structural_tag": "x"}, "not valid JSON"),
+        ({"structural_tag": '{"format": {}}'}, "'triggers' and 'structures'"),
+        ({"structural_tag": '{"triggers": [""], "structures": [{}]}'}, "'triggers'"),
+        ({"structural_tag": '{"triggers": ["a"], "structures": []}'}, "'structures'"),
+        ({"structural_tag": '{"triggers": ["a"], "structures": [{"begin": "a"}]}'}, ".end"),
+    ],
+)
+def test_unsound_grammars_are_refused(params: dict[str, Any], reason: str) -> None:
+    """P36, P38: nothing is passed through unconstrained."""
+    with pytest.raises(InvalidParameterError) as caught:
+        check(**params)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_begin_must_start_with_a_trigger() -> None:
+    structure = {"begin": "<g>", "schema": {}, "end": ""}
+    with pytest.raises(InvalidParameterError, match="starts with no trigger"):
+        check(structural_tag=json.dumps({"triggers": ["<f"], "structures": [structure]}))
+
+
+def test_schemas_in_tags_are_checked() -> None:
+    structure = {"begin": "<f>", "schema": {"uniqueItems": True}, "end": ""}
+    with pytest.raises(InvalidParameterError, match="uniqueItems"):
+        check(structural_tag=json.dumps({"triggers": ["<f"], "structures": [structure]}))
+
+
+def test_deep_nesting_is_an_error_not_a_crash() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(5000):
+        schema = {"type": "array", "items": schema}
+    for deep in (schema, "[" * 100_000, '{"items":' * 100_000):
+        with pytest.raises(InvalidParameterError, match="too deeply"):
+            check(json=deep)
+
+
+@pytest.mark.parametrize(
+    ("schema", "endless"),
+    [
+        (True, False),
+        (False, True),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, False),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, True),
+        ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, False),
+        ({"type": ["object", "null"], "required": ["a"], "properties": {"a": False}}, False),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, True),
+        ({"type": "array", "items": {"$ref": "#"}}, False),
+        ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, True),
+        ({"type": "array", "prefixItems": [{"$ref": "#"}]}, False),
+        ({"allOf": [{"type": "string"}, {"$ref": "#"}]}, True),
+        ({"anyOf": [{"$ref": "#"}]}, True),
+        ({"type": "object", "required": ["z"], "additionalProperties": {"$ref": "#"}}, True),
+        ({"$ref": "https://elsewhere"}, False),
+        ({"$ref": "#/nowhere"}, False),
+        ({"const": 3, "type": "object", "required": ["a"], "properties": {"a": False}}, False),
+        (TREE, False),
+    ],
+)
+def test_endless_references(schema: Any, endless: bool) -> None:
+    """P37: recursion that cannot end is refused, recursion that can is not."""
+    assert (endless_references(schema) is not None) == endless
+
+
+def test_keys_tell_constraints_apart() -> None:
+    """6.4.4: equal keys share one compilation."""
+    params = [
+        StructuredOutputsParams(json={"type": "object"}),
+        StructuredOutputsParams(json={"type": "object"}, disable_any_whitespace=True),
+        StructuredOutputsParams(json_object=True),
+        StructuredOutputsParams(regex="a"),
+        StructuredOutputsParams(choice=["a"]),
+    ]
+    assert len({grammar_key(p) for p in params}) == len(params)
+    assert grammar_key(params[0]) == grammar_key(StructuredOutputsParams(json={"type": "object"}))

@@ -1,0 +1,299 @@
+"""5.2, 5.6: accounting of drafts, their length, their metrics."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tellin.config import SpeculativeConfig
+from tellin.core.request import Request
+from tellin.core.spec_decode import RETRY_INTERVAL, SpecDecodeController, StepTimeModel
+from tellin.protocol import FinishReason
+from tellin.sampling_params import SamplingParams
+from tests.core.driver import Driver
+from tests.core.fakes import EOS, next_id
+from tests.core.test_scheduler import unlike
+
+NGRAM = SpeculativeConfig("ngram", 3, adaptive=False)
+
+
+def perfect(request_id: str, ids: list[int], k: int) -> list[int]:
+    drafts: list[int] = []
+    while len(drafts) < k:
+        drafts.append(next_id(ids + drafts))
+    return drafts
+
+
+def half_right(request_id: str, ids: list[int], k: int) -> list[int]:
+    """The first draft is right, the others are wrong."""
+    return [next_id(ids), 901, 902][:k]
+
+
+def spec_driver(draft: Any, config: SpeculativeConfig = NGRAM, **kwargs: Any) -> Driver:
+    driver = Driver(speculative_config=config, log_stats=True, **kwargs)
+    driver.executor.draft = draft
+    return driver
+
+
+def test_accounting() -> None:
+    """5.2 Check: K=3; the target agrees with the first draft only: 2 ids, C = T - 1 again."""
+    driver = spec_driver(half_right)
+    driver.add("r", unlike(1, 9), 20)
+    driver.step()
+    request = driver.scheduler.requests["r"]
+    assert (request.num_tokens, request.num_computed_tokens) == (10, 9)
+    assert len(request.spec_token_ids) == 3
+    assert driver.step() == {"r": 4}
+    assert (request.num_tokens, request.num_computed_tokens) == (12, 11)
+    step = driver.executor.outputs[-1]
+    assert len(step.scheduled_spec_decode_tokens["r"]) == 3
+    driver.run()
+    driver.check_lone("r", 20)
+
+
+@pytest.mark.parametrize("draft", [perfect, half_right, lambda r, i, k: [903] * k])
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_nothing_but_the_number_of_steps(draft: Any, method: str) -> None:
+    """E2: the same ids with good, mixed and useless drafts."""
+    driver = spec_driver(draft, SpeculativeConfig(method, 3, adaptive=False))
+    for i in range(4):
+        driver.add(f"r{i}", unlike(i, 5 + i), 21)
+    steps = len(driver.run())
+    for i in range(4):
+        driver.check_lone(f"r{i}", 21)
+        assert driver.finish[f"r{i}"] is FinishReason.LENGTH
+    driver.check_idle()
+    if draft is perfect:
+        assert steps <= 9
+
+
+def test_prompt_chunks_never_draft() -> None:
+    """5.2.2: proposals for a row that was a chunk of its prompt are dropped."""
+    driver = spec_driver(lambda r, i, k: [1] * k, max_num_batched_tokens=8)
+    driver.add("r", unlike(1, 20), 9)
+    driver.executor.draft = None
+    for _ in range(2):
+        driver.step()
+        output = driver.scheduler._results
+        output._accept_drafts(
+            type("Output", (), {"draft_token_ids": {"r": [1, 2, 3]}})()  # type: ignore[arg-type]
+        )
+        assert driver.scheduler.requests["r"].spec_token_ids == []
+
+
+def test_budget_cuts_drafts_and_no_decode() -> None:
+    """5.2.6: every request is served its last token first."""
+    driver = spec_driver(perfect, max_num_batched_tokens=10, max_num_seqs=4)
+    for i in range(4):
+        driver.add(f"r{i}", unlike(i, 2), 16)
+    driver.step()
+    assert driver.step() == {"r0": 4, "r1": 4, "r2": 1, "r3": 1}
+    driver.run()
+    for i in range(4):
+        driver.check_lone(f"r{i}", 16)
+
+
+def test_drafts_never_exceed_what_may_be_output() -> None:
+    """5.2.7: near max_tokens and near max_model_len."""
+    for kwargs in ({"max_tokens": 6}, {"max_tokens": 99}):
+        driver = spec_driver(perfect, max_model_len=14, num_kv_blocks=20)
+        driver.add("r", unlike(1, 6), **kwargs)
+        driver.run()
+        allowed = min(kwargs["max_tokens"], 8)
+        driver.check_lone("r", allowed)
+        for step in driver.executor.outputs:
+            for cached in step.scheduled_cached_reqs:
+                drafts = step.scheduled_spec_decode_tokens.get("r", [])
+                assert cached.num_output_tokens + len(drafts) < allowed
+
+
+def test_drafts_cost_nobody_a_block() -> None:
+    """While blocks are short, drafts use only slots that are there anyway."""
+    driver = spec_driver(perfect, num_kv_blocks=9, max_model_len=32, enable_prefix_caching=False)
+    driver.add("a", unlike(1, 15), 17)
+    driver.add("b", unlike(2, 12), 2)
+    driver.step()
+    assert driver.scheduler.kv_cache_manager.pool.get_num_free_blocks() == 1
+    assert driver.step() == {"a": 1, "b": 1}
+    driver.run()
+    assert driver.scheduler.num_preemptions == 0
+    driver.check_lone("a", 17)
+    driver.check_lone("b", 2)
+
+
+def test_a_stop_inside_accepted_drafts_cuts_them() -> None:
+    """1.11, 5.6 Wart: what a stop cut off does not count as accepted."""
+    driver = spec_driver(perfect)
+    ids = unlike(1, 9)
+    stop = next_id([*ids, next_id(ids)])
+    driver.add("r", ids, 20, stop_token_ids=[stop])
+    driver.run()
+    assert driver.tokens["r"] == [next_id(ids), stop]
+    assert driver.last["r"].stop_reason == stop
+    stats = [s.spec_decoding_stats for s in driver.stats if s.spec_decoding_stats]
+    assert (stats[0].num_draft_tokens, stats[0].num_accepted_tokens) == (3, 1)
+    driver.check_idle()
+
+
+def test_metrics() -> None:
+    """5.6.1: one observation per request with drafts, per-position counters."""
+    driver = spec_driver(half_right)
+    driver.add("r", unlike(1, 9), 21)
+    driver.run()
+    stats = [s.spec_decoding_stats for s in driver.stats if s.spec_decoding_stats]
+    assert all(s.num_spec_tokens == 3 for s in stats)
+    assert sum(s.num_drafts for s in stats) == 10
+    assert sum(s.num_accepted_tokens for s in stats) == 10
+    per_position = [
+        sum(c) for c in zip(*(s.num_accepted_tokens_per_pos for s in stats), strict=True)
+    ]
+    assert per_position == [10, 0, 0]
+    drafted = [sum(c) for c in zip(*(s.num_draft_tokens_per_pos for s in stats), strict=True)]
+    assert sum(drafted) == sum(s.num_draft_tokens for s in stats)
+    assert drafted[0] == 10
+
+
+def test_only_final_blocks_are_published() -> None:
+    """G8, 5.2.5: blocks that hold rejected drafts are in no cache."""
+    driver = spec_driver(half_right)
+    driver.add("r", unlike(1, 9), 21)
+    driver.run()
+    everything = unlike(1, 9) + driver.tokens["r"]
+    driver.add("s", everything, 5)
+    driver.run()
+    driver.check_lone("s", 5)
+
+
+def test_logprobs_match_accepted_ids() -> None:
+    driver = spec_driver(half_right)
+    driver.add("r", unlike(1, 9), 9, logprobs=1)
+    driver.run()
+    for output in driver.outputs["r"]:
+        assert output.new_logprobs is not None
+        assert [ids[0] for ids in output.new_logprobs.logprob_token_ids] == output.new_token_ids
+
+
+# ---------------------------------------------------------------------- adaptive length
+
+
+def a_request() -> Request:
+    params = SamplingParams(max_tokens=999)
+    return Request("r", [1], params, None, max_model_len=2000)
+
+
+def test_times_are_fitted() -> None:
+    model = StepTimeModel()
+    rng = random.Random(1)
+    for _ in range(200):
+        rows = rng.randrange(1, 9)
+        model.observe(rows, 0.010 + 0.002 * rows)
+    assert model.relative_row_cost(1) == pytest.approx(1 / 6, rel=0.01)
+    assert model.relative_row_cost(4) == pytest.approx(4 * 0.002 / 0.018, rel=0.01)
+
+
+def test_times_without_variety_are_guessed() -> None:
+    model = StepTimeModel()
+    for _ in range(50):
+        model.observe(1, 0.01)
+    assert 0.0 < model.relative_row_cost(1) < 1.0
+    assert model.relative_row_cost(1) < model.relative_row_cost(16) < 1.0
+    assert 0.0 < model.relative_row_cost(0) < 1.0
+
+
+def controller(row_cost: float, num_requests: int = 1) -> SpecDecodeController:
+    """One that knows what a row costs, relative to a step's base of 1."""
+    spec = SpecDecodeController(SpeculativeConfig("ngram", 8))
+    rng = random.Random(2)
+    for _ in range(100):
+        rows = num_requests * rng.randrange(1, 6)
+        spec.observe_step(num_requests, rows, 1.0 + row_cost * rows)
+    return spec
+
+
+def test_good_drafts_get_longer_and_bad_ones_stop() -> None:
+    spec = controller(0.3)
+    good, bad = a_request(), a_request()
+    for _ in range(10):
+        spec.observe(good, 8, 8)
+        spec.observe(bad, 1, 0)
+    assert spec.draft_limit(good) == 8
+    assert spec.draft_limit(bad) == 0
+
+
+def test_bad_drafts_are_tried_again_now_and_then() -> None:
+    spec = controller(0.3)
+    request = a_request()
+    for _ in range(10):
+        spec.observe(request, 1, 0)
+    limits = []
+    for _ in range(4 * RETRY_INTERVAL):
+        request.append_output_token_ids(1)
+        limits.append(spec.draft_limit(request))
+        if limits[-1]:
+            spec.observe(request, 1, 0)
+    assert 3 <= sum(limits) <= 4
+
+
+def test_a_busy_engine_drafts_less() -> None:
+    """With many requests a row costs a whole token's share of the step."""
+    request = a_request()
+    lone, crowd = controller(0.05), controller(0.05, num_requests=64)
+    for spec in (lone, crowd):
+        request.num_drafts_right, request.num_drafts_wrong = 9.0, 1.0
+        assert spec.num_spec_tokens == 8
+    assert lone.draft_limit(request) > crowd.draft_limit(request) >= 1
+
+
+@pytest.mark.parametrize(("chance", "row_cost"), [(0.0, 0.4), (0.1, 0.8), (0.9, 0.1), (0.7, 0.3)])
+def test_never_much_slower_than_without(chance: float, row_cost: float) -> None:
+    """Issue: at least 0.95 x the speed of no speculation; and much faster where drafts are good."""
+    rng = random.Random(3)
+    spec = SpecDecodeController(SpeculativeConfig("ngram", 5))
+    request = a_request()
+    seconds = 0.0
+    while request.num_tokens < 1500:
+        num_drafts = spec.draft_limit(request)
+        num_right = 0
+        while num_right < num_drafts and rng.random() < chance:
+            num_right += 1
+        step = 1.0 + row_cost * (1 + num_drafts)
+        seconds += step
+        spec.observe_step(1, 1 + num_drafts, step)
+        request.append_output_token_ids([1] * (1 + num_right))
+        if num_drafts:
+            spec.observe(request, num_drafts, num_right)
+    without = request.num_tokens * (1.0 + row_cost)
+    assert seconds < without / 0.95
+    if chance == 0.9:
+        assert seconds < without / 2
+
+
+def test_without_adaptation_the_length_is_fixed() -> None:
+    spec = SpecDecodeController(NGRAM)
+    request = a_request()
+    for _ in range(20):
+        spec.observe(request, 3, 0)
+    assert spec.draft_limit(request) == 3
+    assert spec.num_to_schedule([]) == 3
+    assert SpecDecodeController(None).num_to_schedule([request]) == 0
+
+
+def test_the_step_asks_for_drafts_only_while_they_pay() -> None:
+    """The worker sees 0 and need not look for drafts at all."""
+    config = SpeculativeConfig("ngram", 3)
+    driver = spec_driver(lambda r, i, k: [901] * k, config, max_model_len=200, num_kv_blocks=99)
+    driver.add("r", unlike(1, 4), 120)
+    driver.run()
+    asked = [s.num_spec_tokens_to_schedule for s in driver.executor.outputs]
+    assert asked[0] > 0
+    assert asked.count(0) > 80
+    driver.check_lone("r", 120)
+
+
+def test_eos_is_never_drafted_past() -> None:
+    driver = spec_driver(lambda r, i, k: [EOS] * k)
+    driver.add("r", unlike(1, 4), 12)
+    driver.run()
+    driver.check_lone("r", 12)
