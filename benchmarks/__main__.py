@@ -1,4 +1,4 @@
-"""``python -m benchmarks COMMAND``: compare, fidelity, overhead, scheduler, ceilings, diff."""
+"""``python -m benchmarks COMMAND``: speed, fidelity and overhead of tellin beside its peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks import ceilings, compare, diff, fidelity, overhead, scheduler_cost
+from benchmarks import ceilings, compare, diff, fidelity, overhead, rounding, scheduler_cost
 
 
 def main() -> int:
@@ -18,6 +18,9 @@ def main() -> int:
     )
     fidelity.add_arguments(
         commands.add_parser("fidelity", help="distance of each engine from the float32 model")
+    )
+    rounding.add_arguments(
+        commands.add_parser("rounding", help="fidelity of schemes of 8-bit activations")
     )
     overhead.add_arguments(
         commands.add_parser("overhead", help="what the engine costs beside the native calls")
@@ -34,6 +37,8 @@ def main() -> int:
         return compare.run(args)
     if args.command == "fidelity":
         return fidelity.run(args)
+    if args.command == "rounding":
+        return rounding.run(args)
     if args.command == "overhead":
         return overhead.run(args)
     if args.command == "scheduler":

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fidelity import TEXT, Divergence, backend_logits, log_softmax, measure, table
+from benchmarks.rounding import RoundedBackend, asymmetric, symmetric, two_planes
 from tellin.kernels.reference import ReferenceBackend
 from tellin.models import build_plan
 from tests.models.tiny import tiny_source, tiny_token_ids
@@ -57,3 +58,32 @@ def test_the_text_is_long_enough_and_has_prose_and_code() -> None:
     assert len(text.split()) > 1600
     assert "def predict" in text
     assert "static double" in text
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64])
+def test_roundings_stay_within_half_a_step(block_size: int) -> None:
+    x = np.random.RandomState(1).randn(5, 128).astype(np.float32)
+    x[0] = 0
+    x[1, :64] = 3.0
+    blocks = x.reshape(5, -1, block_size)
+    largest = np.abs(blocks).max(axis=-1, keepdims=True)
+    spread = blocks.max(axis=-1, keepdims=True) - blocks.min(axis=-1, keepdims=True)
+    for rounding, step in (
+        (symmetric(block_size), largest / 127),
+        (asymmetric(block_size), spread / 255),
+        (two_planes(block_size), largest / 127**2),
+    ):
+        error = np.abs(rounding(x) - x).reshape(blocks.shape)
+        assert (error <= step / 2 + 1e-6).all()
+
+
+def test_rounded_backend_rounds_only_the_chosen_matrices() -> None:
+    plan = build_plan(tiny_source("llama"))
+    ids = tiny_token_ids().tolist()
+    backend = RoundedBackend(plan)
+    exact = np.concatenate(list(backend_logits(ReferenceBackend(plan), ids, 8)))
+    backend.rounding, backend.matrices = symmetric(32), ("absent",)
+    np.testing.assert_array_equal(np.concatenate(list(backend_logits(backend, ids, 8))), exact)
+    backend.matrices = ("down_proj",)
+    rounded = np.concatenate(list(backend_logits(backend, ids, 8)))
+    assert 0 < np.abs(rounded - exact).max() < 0.2
