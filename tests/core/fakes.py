@@ -84,7 +84,9 @@ class FakeExecutor:
         self.draft: Callable[[str, list[int], int], list[int]] | None = None
         self.num_computed = 0
         self.sampled: Callable[[str, list[int]], int] | None = None
-        self._output: ModelRunnerOutput | None = None
+        self.grammar_output: GrammarOutput | None = None
+        self.row_in_request = 0  # which of a request's mask rows the token being sampled obeys
+        self._work: list[tuple[str, Mirror, list[int], int]] = []
         self._step: SchedulerOutput | None = None
 
     # ------------------------------------------------------------------ start and end
@@ -137,6 +139,7 @@ class FakeExecutor:
     def execute_model(self, step: SchedulerOutput, non_block: bool = False) -> Future[None] | None:
         if self.fail_on_step is not None and (error := self.fail_on_step(step)) is not None:
             raise error
+        assert self._step is None, "execute_model twice without sample_tokens"
         self.outputs.append(step)
         self._step = step
         self._apply(step)
@@ -177,8 +180,6 @@ class FakeExecutor:
             assert cached.num_output_tokens == num_output, f"{cached}: {num_output}"
 
     def _forward(self, step: SchedulerOutput) -> None:
-        sampled: list[list[int]] = []
-        drafts: dict[str, list[int]] = {}
         writes: set[tuple[int, int]] = set()
         work = []
         assert sum(step.num_scheduled_tokens.values()) == step.total_num_scheduled_tokens
@@ -196,6 +197,15 @@ class FakeExecutor:
             work.append((request_id, mirror, ids, start + num_tokens))
         for request_id, mirror, ids, end in work:
             self._check_context(request_id, mirror, ids, end)
+        self._work = work
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
+        step, self._step = self._step, None
+        assert step is not None, "sample_tokens without execute_model"
+        self.grammar_output = grammar_output
+        sampled: list[list[int]] = []
+        drafts: dict[str, list[int]] = {}
+        for request_id, mirror, ids, end in self._work:
             tokens = self._sample(request_id, mirror, ids, end)
             sampled.append(tokens)
             mirror.token_ids += tokens
@@ -205,7 +215,7 @@ class FakeExecutor:
                     request_id, list(mirror.token_ids), step.num_spec_tokens_to_schedule
                 )
         errors = {i: e for i, e in self.request_errors.items() if i in step.num_scheduled_tokens}
-        self._output = ModelRunnerOutput(
+        return ModelRunnerOutput(
             list(step.num_scheduled_tokens),
             sampled,
             logprobs=self._logprobs(step, sampled),
@@ -230,7 +240,7 @@ class FakeExecutor:
             return []
         choose = self.sampled or (lambda _, known: next_id(known))
         tokens: list[int] = []
-        for position in range(num_known, end + 1):
+        for self.row_in_request, position in enumerate(range(num_known, end + 1)):
             tokens.append(choose(request_id, ids[:position]))
             if position < end and ids[position] != tokens[-1]:
                 break  # the draft there is wrong
@@ -251,12 +261,6 @@ class FakeExecutor:
                     )
                 )
         return result
-
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> ModelRunnerOutput:
-        assert self._output is not None
-        self.grammar_output = grammar_output
-        output, self._output = self._output, None
-        return output
 
 
 SETTINGS = Settings(home=Path("unused"), check_invariants=True)

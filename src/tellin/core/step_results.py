@@ -115,8 +115,7 @@ class StepResults:
         else:
             num_verified = self._settle_drafts(request, token_ids, plan)
             if token_ids and request.max_tokens > 0:
-                token_ids = append_until_stop(request, token_ids)
-                self._advance_grammar(request, token_ids)
+                token_ids = self._append(request, token_ids)
                 # Counted after stops have cut the ids: what is not delivered was not gained.
                 self._observe_drafts(request, min(num_verified, len(token_ids)), plan)
             elif token_ids:  # only the prompt was to be scored
@@ -144,22 +143,24 @@ class StepResults:
         if drafts is not None:
             self.spec.observe(request, len(drafts), num_accepted)
 
-    def _advance_grammar(self, request: Request, token_ids: list[int]) -> None:
-        structured = request.structured_output_request
-        if structured is None:
-            return
-        if not structured.accept_tokens(token_ids):
+    def _append(self, request: Request, token_ids: list[int]) -> list[int]:
+        """Append ids up to a stop, advance the grammar by them; returns those that were kept."""
+        structured, params = request.structured_output_request, request.sampling_params
+        if structured is None or params is None:
+            return append_until_stop(request, token_ids)
+        if params.eos_token_id is not None:
+            kept = append_until_stop(request, token_ids)
+            refused, completed = not structured.accept_tokens(kept), False
+        else:
+            # No end of sequence will come: the output is complete as soon as the grammar is.
+            accepted, completed = structured.accept_until_complete(token_ids)
+            kept = append_until_stop(request, accepted)
+            refused = not completed and len(accepted) < len(token_ids)
+        if refused:
             self._fail(request, f"the output does not match its grammar: {structured.error}")
-            return
-        params = request.sampling_params
-        if (
-            request.status is _RUNNING
-            and structured.is_terminated()
-            and params is not None
-            and params.eos_token_id is None
-        ):
-            # Nothing may follow, and no end-of-sequence id will come: the output is complete.
+        elif completed and request.status is _RUNNING:
             request.status = RequestStatus.FINISHED_STOPPED
+        return kept
 
     def _fail(self, request: Request, error: str) -> None:
         request.status = RequestStatus.FINISHED_ERROR

@@ -118,12 +118,18 @@ class StructuredOutputRequest:
         self.error = self.grammar.error() or f"one of the ids {list(token_ids)} is not allowed"
         return False
 
+    def accept_until_complete(self, token_ids: list[int]) -> tuple[list[int], bool]:
+        """Advance up to where nothing may follow; returns what was accepted, and if that is it."""
+        for count, token_id in enumerate(token_ids):
+            if not self.accept_tokens([token_id]):
+                return token_ids[:count], False
+            if self.grammar is not None and self.grammar.is_terminated():
+                return token_ids[: count + 1], True
+        return token_ids, False
+
     def validate_tokens(self, token_ids: Sequence[int]) -> list[int]:
         assert self.grammar is not None
         return self.grammar.validate_tokens(token_ids)
-
-    def is_terminated(self) -> bool:
-        return self.grammar is not None and self.grammar.is_terminated()
 
     def failure(self) -> str:
         """Why the grammar broke down while its mask was computed; empty while all is well."""
