@@ -29,7 +29,8 @@ bool bit(uint32_t word, int index) {
 CpuFeatures cpu_features() {
   CpuFeatures features{};
 #if defined(__x86_64__)
-  // Source: Intel SDM volume 2A, CPUID leaves 1 and 7 (subleaves 0 and 1); XCR0 bits 1-2 (SSE, AVX) and 5-7 (AVX-512 state).
+  // Source: Intel SDM volume 2A, CPUID leaves 1 and 7 (subleaves 0 and 1); XCR0 bits 1-2 (SSE, AVX) and 5-7
+  // (AVX-512 state).
   uint32_t a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return features;
   const bool osxsave = bit(c, 27), avx = bit(c, 28), fma = bit(c, 12), f16c = bit(c, 29);
@@ -40,7 +41,8 @@ CpuFeatures cpu_features() {
   const bool avx512 = bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31) && bit(c, 11);
   const uint32_t max_subleaf = a;
   features.avx512 = features.avx2 && (xcr0 & 0xe6) == 0xe6 && avx512;
-  if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) features.avxvnni = features.avx2 && bit(a, 4);
+  if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
+    features.avxvnni = features.avx2 && bit(a, 4);
 #elif defined(__aarch64__) && defined(__linux__)
   features.neon = (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
 #elif defined(__aarch64__) && defined(__APPLE__)

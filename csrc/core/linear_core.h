@@ -19,10 +19,10 @@ const LinearKernels* neon_linear_table();
 
 // What this processor and its operating system allow.
 struct CpuFeatures {
-  bool avx2;    // AVX2, FMA, F16C, BMI2
+  bool avx2;     // AVX2, FMA, F16C, BMI2
   bool avxvnni;  // avx2 and AVX-VNNI
-  bool avx512;  // F, BW, VL, DQ, VNNI
-  bool neon;    // Advanced SIMD with dot products
+  bool avx512;   // F, BW, VL, DQ, VNNI
+  bool neon;     // Advanced SIMD with dot products
 };
 CpuFeatures cpu_features();
 

@@ -19,7 +19,8 @@ namespace {
 
 constexpr int kChunkBlocks = 8;  // 256 features
 // Tokens of a tile: 2 x 4 int16 sums, 2 code registers, 1 activation and the products fill 16 registers. With
-// vpdpbusd there are no products to hold; on Zen 5 6 tokens are 6 % faster than 4 there, and 2 % slower without.
+// vpdpbusd there are no products to hold; on Zen 5 6 tokens are 6 % faster than 4 there, and 2 % slower
+// without.
 #if defined(__AVXVNNI__)
 constexpr int kMaxTile = 6;
 #else
@@ -213,7 +214,8 @@ TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t
       }
       __m256 result = _mm256_fmadd_ps(p, broadcast_float(&block->scale), _mm256_load_ps(a));
       if constexpr (!kFormat.per16() && kFormat.has_min) {
-        result = _mm256_fmadd_ps(_mm256_load_ps(minimum[0] + h * kHalfRows), broadcast_float(&block->scaled_sum), result);
+        result = _mm256_fmadd_ps(_mm256_load_ps(minimum[0] + h * kHalfRows),
+                                 broadcast_float(&block->scaled_sum), result);
       }
       _mm256_store_ps(a, result);
     }

@@ -54,7 +54,7 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
   }
 }
 
-constexpr LinearKernels kTable = {"avxvnni",       nullptr,         nullptr,        nullptr, quantized_row_bytes,
+constexpr LinearKernels kTable = {"avxvnni",    nullptr,         nullptr,        nullptr, quantized_row_bytes,
                                   quantize_row, linear_int8_any, linear_f32_any, nullptr};
 
 }  // namespace
