@@ -63,6 +63,10 @@ TELLIN_INLINE __m512 half_to_float16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
+TELLIN_INLINE __m512 broadcast_float(const float* p) {
+  return _mm512_set1_ps(*p);
+}
+
 TELLIN_INLINE __m512 bytes_to_float(__m128i bytes) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
 }

@@ -1,6 +1,6 @@
 // AVX-512: packed weights x float32 activations.
 //
-// A chunk of kPanelK features of two groups is expanded to float32 in L1, then tiles of tokens run an outer
+// A chunk of features of two groups is expanded to float32 in L1, then tiles of tokens run an outer
 // product over it. A value is one chain of fused multiply-adds over the features in order, whatever the tile.
 #pragma once
 #include "codes.h"
@@ -9,10 +9,14 @@
 namespace tellin {
 namespace {
 
-constexpr int kPanelK = 128;          // 32 rows x 128 features x 4 bytes = 16 KiB, a third of L1
-constexpr int kFloatTile = 12;        // 2 x 12 accumulators
-constexpr int kFloatTokens = 192;     // tokens that share an expanded panel
-constexpr int kFloatPrefetchK = 256;  // how far ahead of its use a feature's weights are fetched
+// Features expanded at a time. Few tokens: 32 rows x 128 features x 4 bytes = 16 KiB, a third of L1, so that
+// stored weights stream through beside it. Many tokens: twice that, for half as many passes over the
+// accumulators.
+constexpr int kSmallPanelK = 128;
+constexpr int kLargePanelK = 256;
+constexpr int kFewTokens = 24;
+constexpr int kFloatTile = 12;     // 2 x 12 accumulators
+constexpr int kFloatTokens = 192;  // tokens that share an expanded panel
 
 template <int kBits, int kQuad>
 TELLIN_INLINE void expand_quad(const uint8_t* codes, __m512i zero, __m512 scale, __m512 minimum, bool has_min,
@@ -40,7 +44,7 @@ TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows
   }
 }
 
-// Features [k0, k0 + count) of a group to panel[feature * stride + row]; k0 is a multiple of kPanelK.
+// Features [k0, k0 + count) of a group to panel[feature * stride + row]; k0 is a multiple of kSmallPanelK.
 template <QuantType T>
 void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel, int stride) {
   constexpr PackedFormat kFormat = format_of(T);
@@ -93,24 +97,49 @@ __attribute__((noinline)) void run_float_tile(const float* panel, int count, con
       acc[g][t] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(acc_io + (t * kGroups + g) * kRows);
     }
   }
+  // Rows 3 apart get a pointer each, the two between are reached by index: 4 pointers and a stride instead of
+  // 12 pointers (the empty asm keeps the compiler from undoing this).
+  constexpr int kBases = (kTokens + 2) / 3;
+  const char* base[kBases];
+#pragma GCC unroll 4
+  for (int i = 0; i < kBases; ++i) {
+    base[i] = reinterpret_cast<const char*>(x + 3 * i * ldx);
+    asm("" : "+r"(base[i]));
+  }
+  int64_t stride = ldx * static_cast<int64_t>(sizeof(float));
+  asm("" : "+r"(stride));
+  const auto add_feature = [&](const float* weights, int i) __attribute__((always_inline)) {
+    __m512 w[kGroups];
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) w[g] = _mm512_load_ps(weights + (i * kGroups + g) * kRows);
+#pragma GCC unroll 16
+    for (int t = 0; t < kTokens; ++t) {
+      const __m512 y = broadcast_float(reinterpret_cast<const float*>(base[t / 3] + t % 3 * stride) + i);
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroups; ++g) acc[g][t] = _mm512_fmadd_ps(w[g], y, acc[g][t]);
+    }
+  };
+  const auto advance = [&](int features) __attribute__((always_inline)) {
+    panel += features * kGroups * kRows;
+#pragma GCC unroll 4
+    for (int i = 0; i < kBases; ++i) base[i] += features * static_cast<int>(sizeof(float));
+  };
   const uint8_t* prefetch = ahead.p;
-  for (int i = 0; i < count;) {
+  for (int i = count / 4; i > 0; --i) {
     for (int at = 0; at < ahead.step; at += 64) {
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) __builtin_prefetch(prefetch + g * ahead.group_bytes + at, 0, 3);
     }
     prefetch += ahead.step;
-    for (const int end = i + 4 < count ? i + 4 : count; i < end; ++i) {
-      __m512 w[kGroups];
-#pragma GCC unroll 2
-      for (int g = 0; g < kGroups; ++g) w[g] = _mm512_load_ps(panel + (i * kGroups + g) * kRows);
-#pragma GCC unroll 16
-      for (int t = 0; t < kTokens; ++t) {
-        const __m512 y = _mm512_set1_ps(x[t * ldx + i]);
-#pragma GCC unroll 2
-        for (int g = 0; g < kGroups; ++g) acc[g][t] = _mm512_fmadd_ps(w[g], y, acc[g][t]);
-      }
-    }
+    add_feature(panel, 0);
+    add_feature(panel, 1);
+    add_feature(panel, 2);
+    add_feature(panel, 3);
+    advance(4);
+  }
+  for (int i = count % 4; i > 0; --i) {
+    add_feature(panel, 0);
+    advance(1);
   }
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t) {
@@ -150,7 +179,7 @@ struct FloatProblem {
   int64_t ldo;
 };
 
-template <QuantType T, int kGroups>
+template <QuantType T, int kGroups, int kPanelK>
 void run_float_groups(const FloatProblem& p, int64_t m0, int tokens, int64_t g0) {
   alignas(64) float acc[kFloatTokens * kGroups * kRows];
   alignas(64) float panel[kPanelK * kGroups * kRows];
@@ -164,7 +193,7 @@ void run_float_groups(const FloatProblem& p, int64_t m0, int tokens, int64_t g0)
       expand_panel<T>(p.w.data + (g0 + g) * p.w.group_bytes, k0, count, panel + g * kRows, kGroups * kRows);
     }
     Prefetch ahead = {nullptr, p.w.group_bytes, 0};
-    const int64_t next = k0 + kFloatPrefetchK < p.w.k ? k0 + kFloatPrefetchK : k0 + kFloatPrefetchK - p.w.k;
+    const int64_t next = k0 + 2 * kPanelK < p.w.k ? k0 + 2 * kPanelK : k0 + 2 * kPanelK - p.w.k;
     ahead.p = p.w.data + (g0 + (next > k0 ? 0 : kGroups)) * p.w.group_bytes + next * kBytesOf4 / 4;
     for (int i = 0; i < num_tiles; ++i) {
       ahead.step = i == 0 ? kBytesOf4 : 0;
@@ -191,9 +220,16 @@ void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, 
   const int64_t num_passes = (m1 - m0 + kFloatTokens - 1) / kFloatTokens;
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
+    const int tokens = static_cast<int>(end - begin);
     int64_t g = g0;
-    for (; g + 2 <= g1; g += 2) run_float_groups<T, 2>(problem, begin, static_cast<int>(end - begin), g);
-    if (g < g1) run_float_groups<T, 1>(problem, begin, static_cast<int>(end - begin), g);
+    for (; g + 2 <= g1; g += 2) {
+      if (tokens <= kFewTokens) {
+        run_float_groups<T, 2, kSmallPanelK>(problem, begin, tokens, g);
+      } else {
+        run_float_groups<T, 2, kLargePanelK>(problem, begin, tokens, g);
+      }
+    }
+    if (g < g1) run_float_groups<T, 1, kSmallPanelK>(problem, begin, tokens, g);
   }
 }
 

@@ -32,20 +32,40 @@ TELLIN_INLINE __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(word);
 }
 
-TELLIN_INLINE __m512 broadcast_float(const float* p) {
-  return _mm512_set1_ps(*p);
-}
+// The current records of a tile's rows. Rows 3 apart get a pointer each, the two between are reached by
+// index: half the registers (the empty asm keeps the compiler from undoing this).
+template <int kTokens>
+struct ActRows {
+  const char* base[(kTokens + 2) / 3];
+  int64_t stride;
+
+  TELLIN_INLINE ActRows(const uint8_t* x, int64_t row_bytes) : stride(row_bytes) {
+    asm("" : "+r"(stride));
+#pragma GCC unroll 2
+    for (int i = 0; i < (kTokens + 2) / 3; ++i) {
+      base[i] = reinterpret_cast<const char*>(x + 3 * i * row_bytes);
+      asm("" : "+r"(base[i]));
+    }
+  }
+  TELLIN_INLINE const ActBlock* block(int t) const {
+    return reinterpret_cast<const ActBlock*>(base[t / 3] + t % 3 * stride);
+  }
+  TELLIN_INLINE void advance() {
+#pragma GCC unroll 2
+    for (int i = 0; i < (kTokens + 2) / 3; ++i) base[i] += sizeof(ActBlock);
+  }
+};
 
 // Adds quad kQuad of a block's codes to the integer sums.
 template <QuantType T, int kQuad, int kGroups, int kTokens>
-TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const uint8_t* x, int64_t row_bytes,
+TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActRows<kTokens>& x,
                             __m512i (&sum)[kGroups][kTokens]) {
   __m512i w[kGroups];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; ++g) w[g] = load_quad<format_of(T).bits, kQuad>(codes + g * group_bytes);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
-    const __m512i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
+    const __m512i y = broadcast_word(x.block(t)->q + 4 * kQuad);
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_dpbusd_epi32(sum[g][t], w[g], y);
   }
@@ -53,14 +73,13 @@ TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const uint
 
 // Integer sums start at minus zero point x sum of the activations.
 template <QuantType T, int kGroups, int kTokens>
-TELLIN_INLINE void begin_sums(const uint8_t* x, int64_t row_bytes, int half,
-                              __m512i (&sum)[kGroups][kTokens]) {
+TELLIN_INLINE void begin_sums(const ActRows<kTokens>& x, int half, __m512i (&sum)[kGroups][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
     __m512i start = _mm512_setzero_si512();
     if constexpr (kFormat.zero_point_log2 >= 0) {
-      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+      const auto* block = x.block(t);
       start = broadcast_word(&block->neg_sums[half]);
       if constexpr (!kFormat.per16()) start = _mm512_add_epi32(start, broadcast_word(&block->neg_sums[1]));
       start = _mm512_slli_epi32(start, kFormat.zero_point_log2);
@@ -72,24 +91,24 @@ TELLIN_INLINE void begin_sums(const uint8_t* x, int64_t row_bytes, int half,
 
 // One 32-feature block: acc[group][token] += scaled integer sums (and minima).
 template <QuantType T, int kGroups, int kTokens>
-TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const uint8_t* x, int64_t row_bytes,
+TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<kTokens>& x,
                              const float (*scale)[4][kRows], const float (*minimum)[4][kRows],
                              __m512 (&acc)[kGroups][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   __m512i sum[kGroups][kTokens];
-  begin_sums<T>(x, row_bytes, 0, sum);
+  begin_sums<T>(x, 0, sum);
   if constexpr (!kFormat.per16()) {
-    add_quad<T, 0>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 4>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 1>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 5>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 2>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 6>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 3>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 7>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 0>(codes, group_bytes, x, sum);
+    add_quad<T, 4>(codes, group_bytes, x, sum);
+    add_quad<T, 1>(codes, group_bytes, x, sum);
+    add_quad<T, 5>(codes, group_bytes, x, sum);
+    add_quad<T, 2>(codes, group_bytes, x, sum);
+    add_quad<T, 6>(codes, group_bytes, x, sum);
+    add_quad<T, 3>(codes, group_bytes, x, sum);
+    add_quad<T, 7>(codes, group_bytes, x, sum);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
-      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+      const auto* block = x.block(t);
 #pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) {
         const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
@@ -101,10 +120,10 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const uin
       }
     }
   } else {
-    add_quad<T, 0>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 1>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 2>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 3>(codes, group_bytes, x, row_bytes, sum);
+    add_quad<T, 0>(codes, group_bytes, x, sum);
+    add_quad<T, 1>(codes, group_bytes, x, sum);
+    add_quad<T, 2>(codes, group_bytes, x, sum);
+    add_quad<T, 3>(codes, group_bytes, x, sum);
     __m512 product[kGroups][kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
@@ -113,14 +132,14 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const uin
         product[g][t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
       }
     }
-    begin_sums<T>(x, row_bytes, 1, sum);
-    add_quad<T, 4>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 5>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 6>(codes, group_bytes, x, row_bytes, sum);
-    add_quad<T, 7>(codes, group_bytes, x, row_bytes, sum);
+    begin_sums<T>(x, 1, sum);
+    add_quad<T, 4>(codes, group_bytes, x, sum);
+    add_quad<T, 5>(codes, group_bytes, x, sum);
+    add_quad<T, 6>(codes, group_bytes, x, sum);
+    add_quad<T, 7>(codes, group_bytes, x, sum);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
-      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+      const auto* block = x.block(t);
 #pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) {
         __m512 p = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[1][g]), product[g][t]);
@@ -151,6 +170,7 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
       acc[g][t] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(acc_io + (t * kGroups + g) * kRows);
     }
   }
+  ActRows<kTokens> rows(x, row_bytes);
   const float (*scale)[4][kRows] = scales.scale;
   const float (*minimum)[4][kRows] = scales.minimum;
   for (int s = 0; s < num_supers; ++s) {
@@ -166,9 +186,9 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
         }
         prefetch += kStep;
       }
-      add_block<T>(codes, group_bytes, x, row_bytes, scale, minimum, acc);
+      add_block<T>(codes, group_bytes, rows, scale, minimum, acc);
       codes += kFormat.block_bytes();
-      x += sizeof(ActBlock);
+      rows.advance();
       scale += kSums;
       minimum += kSums;
     }
