@@ -218,6 +218,17 @@ def test_operations_share_buffers_only_where_they_may(name: str) -> None:
         assert shared <= allowed.get(type(op), set())
 
 
+def test_a_residual_that_is_also_the_input_is_not_overwritten() -> None:
+    b = small_builder()
+    x = b.embed("embed")
+    plan = finish(b, b.add(x, b.linear(x, "a")))
+    fused = passes.optimize(plan)
+    linear = fused.ops[1]
+    assert isinstance(linear, ir.Linear)
+    assert linear.residual == linear.x != linear.out
+    assert_same_values(plan, fused)
+
+
 def test_the_residual_stream_stays_in_one_buffer() -> None:
     plan = build_plan(tiny_source("llama"))
     stream = plan.ops[0].writes[0]
