@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ceilings, compare, diff, engines, report
+from benchmarks import ceilings, compare, diff, engines, overhead, report, scheduler_cost
 from benchmarks.cases import Case
 from benchmarks.engines import Engine, EngineFailedError, EngineSpec
 from benchmarks.models import BenchModel
@@ -191,3 +191,17 @@ def test_ceilings_of_this_machine(tmp_path: Path) -> None:
     limits = ceilings.measure(tmp_path, num_threads=1)
     assert limits["read_bytes_per_s"] > 1e9
     assert limits["int8_mac_per_s"] >= limits["float32_mac_per_s"] > 1e9
+
+
+def test_scheduler_cost_is_measured_while_all_running_requests_decode() -> None:
+    schedule_s, update_s = scheduler_cost.measure(4, 20, num_steps=5)
+    assert 0 < schedule_s < 1
+    assert 0 < update_s < 1
+
+
+@pytest.mark.slow
+def test_overhead_splits_a_step(smollm2_path: Path) -> None:
+    row = overhead.measure(str(smollm2_path), num_streams=2)
+    parts = row["forward_s"] + row["sample_s"] + row["rest_s"]
+    assert parts == pytest.approx(row["step_s"], rel=0.5)
+    assert row["forward_s"] > row["sample_s"] > 0
