@@ -29,6 +29,9 @@ class Backend(Protocol):
     def free_kv_cache(self) -> None:
         """Give the KV pool's memory back."""
 
+    def copy_kv_blocks(self, src_dst_pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks of all layers, one after the other."""
+
     def forward(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         """Logits ``[num_logits, vocab_size]``: a view that the next call overwrites."""
 

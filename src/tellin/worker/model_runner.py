@@ -115,6 +115,8 @@ class ModelRunner:
             self._admit(state)
         if self.processors.engine_wide:
             self.processors.update_state(update)
+        if step.kv_block_copies:
+            self.backend.copy_kv_blocks(step.kv_block_copies)
         inputs, logits = self._forward(step)
         self._pending = (step, inputs, logits, time.perf_counter() - started)
 
