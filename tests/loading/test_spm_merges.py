@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from tellin.loading import spm_merges as module
+from tellin.loading.gguf import GGUFFile
 from tellin.loading.spm_merges import spm_merges
 
 
@@ -65,16 +71,54 @@ def test_tiny_vocabularies(count: int) -> None:
     assert spm_merges(["a"][:count], np.zeros(count, np.float32)) == []
 
 
-def test_large_vocabulary_equals_a_plain_search() -> None:
+def random_words() -> list[str]:
     generator = np.random.default_rng(3)
     letters = np.array([*"abcdeéß日🎉\u2581"])
     words = {"".join(generator.choice(letters, generator.integers(1, 7))) for _ in range(5000)}
-    tokens = sorted(words)
+    return sorted(words)
+
+
+def all_words() -> list[str]:
+    """Similar strings, whose polynomial hashes are similar too."""
+    return [
+        "".join(word) for size in range(1, 8) for word in itertools.product("abcd", repeat=size)
+    ]
+
+
+@pytest.mark.parametrize("make_tokens", [random_words, all_words])
+def test_large_vocabulary_equals_a_plain_search(make_tokens: Callable[[], list[str]]) -> None:
+    tokens = make_tokens()
     scores = -np.arange(len(tokens), dtype=np.float32)
-    expected = [
+    assert spm_merges(tokens, scores) == plain(tokens)
+
+
+def plain(tokens: list[str]) -> list[tuple[str, str]]:
+    known = set(tokens)
+    return [
         (token[:cut], token[cut:])
         for token in tokens
         for cut in range(1, len(token))
-        if token[:cut] in words and token[cut:] in words
+        if token[:cut] in known and token[cut:] in known
     ]
-    assert spm_merges(tokens, scores) == expected
+
+
+def test_equal_hashes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all hashes equal the plain search takes over."""
+    tokens = ["b", "a", "aba", "ab", "ba"]
+    scores = -np.arange(5, dtype=np.float32)
+    hasher = module._SubstringHasher
+    monkeypatch.setattr(
+        hasher, "__call__", lambda self, starts, ends: (starts * 0).astype(np.uint64)
+    )
+    assert spm_merges(tokens, scores) == plain(tokens)
+
+
+@pytest.mark.slow
+def test_gemma3_equals_a_plain_search(gemma3_path: Path) -> None:
+    metadata = GGUFFile(gemma3_path, read_tensors=False).metadata
+    types = metadata.get_numbers("tokenizer.ggml.token_type")
+    tokens = list(metadata.get_strings("tokenizer.ggml.tokens"))
+    normal = [token for token, kind in zip(tokens, types.tolist(), strict=True) if kind == 1]
+    scores = metadata.get_numbers("tokenizer.ggml.scores")[types == 1]
+    assert (np.diff(scores) < 0).all()
+    assert spm_merges(normal, scores) == plain(normal)

@@ -106,11 +106,9 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
         for token_id in vocabulary.ids_of_type(TokenType.USER_DEFINED):
             tokens[token_id] = tokens[token_id].replace(" ", SPACE)
     vocab = _vocab(tokens)
-    mergeable = [
-        token_id
-        for token_id in _mergeable_ids(vocabulary, tokens)
-        if vocab[tokens[token_id]] == token_id and tokens[token_id]
-    ]
+    mergeable = _mergeable_ids(vocabulary, tokens)
+    if len(vocab) < len(tokens) or "" in vocab:
+        mergeable = [i for i in mergeable if tokens[i] and vocab[tokens[i]] == i]
     merges = spm_merges([tokens[i] for i in mergeable], scores[mergeable])
     unknown = vocabulary.special_id("unknown")
     backend = _bpe(

@@ -7,9 +7,9 @@ token's own characters, merged greedily without their surroundings, meet in one 
 any text only that pair can ever form the token, so the order among a token's splits never matters.
 (Two tokens of exactly the same score are the exception; trained vocabularies have none.)
 
-A vocabulary of 262,144 tokens has half a million splits out of 1.4 million places to cut, so they
-are looked up by hash, in NumPy. A collision cannot pass unnoticed: the tokenizer's constructor
-refuses a merge whose result is no token.
+A vocabulary of 262,144 tokens has half a million splits out of 1.1 million places to cut, so they
+are looked up by hash, in NumPy. A false hit cannot pass unnoticed: the tokenizer's constructor
+refuses a merge whose result is no token. Two tokens of equal hash would be, so they are looked for.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ def spm_merges(tokens: Sequence[str], scores: npt.NDArray[np.float32]) -> list[t
     starts = ends - lengths
     hasher = _SubstringHasher(points)
     table = _HashTable(hasher(starts, ends))
+    if not table.is_usable:
+        return _plain_splits(tokens, scores)
 
     cuts = np.arange(len(points), dtype=np.int64)
     owners = np.repeat(np.arange(len(tokens), dtype=np.int64), lengths)
@@ -61,6 +63,17 @@ def spm_merges(tokens: Sequence[str], scores: npt.NDArray[np.float32]) -> list[t
     order = np.argsort(-scores[owners], kind="stable")
     strings = np.array(tokens, dtype=object)
     return list(zip(strings[left[order]].tolist(), strings[right[order]].tolist(), strict=True))
+
+
+def _plain_splits(tokens: Sequence[str], scores: npt.NDArray[np.float32]) -> list[tuple[str, str]]:
+    """The same by search, for a vocabulary with two tokens of equal hash."""
+    known = set(tokens)
+    return [
+        (token[:cut], token[cut:])
+        for token in (tokens[i] for i in np.argsort(-scores, kind="stable").tolist())
+        for cut in range(1, len(token))
+        if token[:cut] in known and token[cut:] in known
+    ]
 
 
 class _SubstringHasher:
@@ -85,7 +98,7 @@ def _powers(base: int, count: int) -> Hashes:
 
 
 class _HashTable:
-    """Index of each of a set of distinct hashes, with batched lookups.
+    """Index of each of a set of hashes, with batched lookups.
 
     A stack of direct-mapped tables: what collides in one goes to the next, smaller one.
     """
@@ -94,13 +107,18 @@ class _HashTable:
         self._hashes = hashes
         self._tables: list[npt.NDArray[np.int32]] = []
         rest = np.arange(len(hashes))
-        # Equal hashes of different tokens would collide for ever; the first one stays.
         while len(rest) and len(self._tables) < _MAX_TABLES:
             table = np.full(1 << (4 * len(rest)).bit_length(), -1, dtype=np.int32)
             slots = _slots(hashes[rest], table, len(self._tables))
             table[slots] = rest
             self._tables.append(table)
-            rest = rest[table[slots] != rest]
+            is_loser = table[slots] != rest
+            losers, winners = rest[is_loser], table[slots[is_loser]]
+            if (hashes[losers] == hashes[winners]).any():
+                break
+            rest = losers
+        self.is_usable = len(rest) == 0
+        """False if two hashes are equal."""
 
     def find(self, queries: Hashes) -> Indices:
         """Index of each query, -1 where it is unknown."""
@@ -116,7 +134,13 @@ class _HashTable:
 
 
 def _slots(hashes: Hashes, table: npt.NDArray[np.int32], level: int) -> Indices:
-    """Where hashes go in a table: its size's worth of their bits, others in each level."""
-    mixed = (hashes >> np.uint64(3 * level)) * _SPREAD
+    """Where hashes go in a table.
+
+    Polynomial hashes of similar strings differ by a simple amount, and what is linear in them would
+    collide again in the next table; the folding in between is what parts them.
+    """
+    mixed = (hashes ^ np.uint64(level * _BASE % (1 << 64))) * _SPREAD
+    mixed ^= mixed >> np.uint64(32)
+    mixed *= _SPREAD
     slots: Indices = (mixed >> np.uint64(65 - len(table).bit_length())).astype(np.int64)
     return slots
