@@ -45,7 +45,8 @@ class Encoder:
         Raises:
             TypeError: an object inside cannot be serialized; the message says how to allow it.
         """
-        self._frames = frames = [b""]
+        frames: list[Frame] = [b""]
+        self._frames = frames
         frames[0] = self._encoder.encode(obj)
         self._frames = []
         return frames
@@ -73,7 +74,7 @@ class Encoder:
         if array.nbytes < max(self._threshold, 1):
             data = msgspec.msgpack.encode((*head, array.tobytes()))
             return msgspec.msgpack.Ext(EXT_ARRAY_INLINE, data)
-        self._frames.append(memoryview(array).cast("B"))
+        self._frames.append(memoryview(array.data).cast("B"))
         data = msgspec.msgpack.encode((*head, len(self._frames) - 1))
         return msgspec.msgpack.Ext(EXT_ARRAY_FRAME, data)
 

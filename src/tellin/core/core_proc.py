@@ -106,13 +106,17 @@ class EngineCoreProc:
         """
         self._say_hello()
         try:
-            core = EngineCore(self._config, self._start.executor_class, self._start.log_stats)
+            core = EngineCore(
+                self._config,
+                self._start.executor_class,
+                self._start.log_stats,
+                failure_callback=self._executor_failed,
+            )
         except BaseException as error:
             self._tell_failed(error)
             raise
         try:
             self.loop = EngineCoreLoop(core, self._enqueue, num_clients=len(self._inputs))
-            core.executor.register_failure_callback(self.loop.executor_failed)
             self._start_thread("tellin-output", self._send_outputs)
             for socket in self._inputs:
                 socket.send(msgspec.msgpack.encode(("ready", core.ready)))
@@ -152,6 +156,10 @@ class EngineCoreProc:
         outputs.engine_index = self._start.engine_index
         self._output_queue.put((client_index, outputs))
 
+    def _executor_failed(self) -> None:
+        if self.loop is not None:  # a failure before the loop exists fails the start
+            self.loop.executor_failed()
+
     def _close(self, core: EngineCore) -> None:
         self._stop_input.set()
         self._output_queue.put(None)
@@ -163,8 +171,10 @@ class EngineCoreProc:
     # ------------------------------------------------------------------ input thread
 
     def _receive_inputs(self) -> None:
-        decoder = Decoder(EngineCoreRequest, self._config.settings.allow_insecure_serialization)
-        generic = Decoder(Any, self._config.settings.allow_insecure_serialization)
+        decoder: Decoder[EngineCoreRequest] = Decoder(
+            EngineCoreRequest, self._config.settings.allow_insecure_serialization
+        )
+        generic: Decoder[Any] = Decoder(Any, self._config.settings.allow_insecure_serialization)
         poller = zmq.Poller()
         for socket in self._inputs:
             poller.register(socket, zmq.POLLIN)

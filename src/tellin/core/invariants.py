@@ -111,10 +111,10 @@ def _check_cache(scheduler: Scheduler) -> None:
         num_final = min(request.num_computed_tokens, request.num_tokens)
         assert request.num_cached_blocks * manager.block_size <= num_final, f"G8: {request}"
         for index, block_id in enumerate(request.block_ids):
-            block_hash = pool.block_hash[block_id]
-            if block_hash is not None:
+            own_hash = pool.block_hash[block_id]
+            if own_hash is not None:
                 assert index < request.num_cached_blocks, f"G8: {request} published block {index}"
-                assert block_hash == request.block_hashes[index]
+                assert own_hash == request.block_hashes[index]
     live = set(map(id, scheduler.running))
     owners = scheduler.in_flight_prefixes.owners()
     assert all(id(owner) in live for owner in owners), "a prefix is owned by nobody who runs"

@@ -1,7 +1,7 @@
 """A group of engines, one per process, that agree on whether anyone still has work.
 
-Lockstep data parallelism (experts spread over ranks) needs every rank to run a step while any rank has work;
-an idle rank runs a dummy batch. The group offers the one collective that this takes.
+Lockstep data parallelism (experts spread over ranks) needs every rank to run a step while any rank
+has work; an idle rank runs a dummy batch. The group offers the one collective that this takes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class ZmqDataParallelGroup:
     def _wait(self, state: str) -> None:
         if not self._socket.poll(timeout=int(self._timeout_s * 1000)):
             raise EngineError(
-                f"data parallel rank {self.rank} waited {self._timeout_s:g} s for the other ranks: {state}"
+                f"data parallel rank {self.rank} waited {self._timeout_s:g} s for the other "
+                f"ranks: {state}"
             )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Hands the outputs of one request to one awaiting consumer.
 
-One slot: while the consumer is slow its outputs are merged, so that a slow reader costs a bounded amount
-of memory and delays nobody. No delta is ever lost or repeated.
+One slot: while the consumer is slow its outputs are merged, so that a slow reader costs a bounded
+amount of memory and delays nobody. No delta is ever lost or repeated.
 """
 
 from __future__ import annotations
