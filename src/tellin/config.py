@@ -93,8 +93,8 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
     long_prefill_token_threshold: int = 0
     max_long_partial_prefills: int = 0
-    """Most prompts longer than ``long_prefill_token_threshold`` in progress at once; 0 = no
-    limit.""" max_num_partial_prefills: int = 0
+    """Most prompts over ``long_prefill_token_threshold`` in progress at once; 0 = no limit."""
+    max_num_partial_prefills: int = 0
     """Most prompts that a step may leave unfinished; 0 = no limit."""
     stream_interval: int = 1
     watermark: float = 0.0
