@@ -132,6 +132,12 @@ class FakeExecutor:
         raise RuntimeError("the fake has no tokenizer")
 
     def add_lora(self, request: Any) -> bool:
+        self.rpcs.append(("add_lora", (request.lora_name,)))
+        if request.lora_path == "missing":
+            raise ValueError(f"no adapter at {request.lora_path}")
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
         return True
 
     # ------------------------------------------------------------------ a step

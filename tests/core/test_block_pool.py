@@ -118,6 +118,29 @@ def test_refresh_moves_to_the_tail_without_a_reference() -> None:
     assert pool.ref_cnt[1] == 0
 
 
+def test_tails() -> None:
+    """The beginning of a block is a key of its own; it goes when the block is handed out."""
+    pool = BlockPool(4)
+    pool.get_new_blocks(3)
+    pool.cache_tail(2, b"t")
+    pool.cache_tail(3, b"t")  # known already
+    pool.cache_tail(2, b"u")  # one per block
+    assert (pool.get_tail(b"t"), pool.get_tail(b"u")) == (2, None)
+    pool.free_blocks([3, 2, 1])
+    assert pool.free_block_ids() == [3, 1, 2]  # worth keeping, like a full block
+    pool.get_new_blocks(2)
+    assert pool.get_tail(b"t") == 2
+    pool.get_new_blocks(1)
+    assert pool.get_tail(b"t") is None
+    pool.cache_tail(1, b"v")
+    pool.evict_blocks([1])
+    assert pool.get_tail(b"v") is None
+    pool.cache_tail(1, b"v")
+    pool.free_blocks([1, 2, 3])
+    assert pool.reset_prefix_cache()
+    assert pool.get_tail(b"v") is None
+
+
 def test_null_block_is_not_freed() -> None:
     pool = BlockPool(3)
     pool.ref_cnt[NULL_BLOCK_ID] = 1

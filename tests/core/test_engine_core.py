@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tellin.config import LoRAConfig
 from tellin.core.engine_core import EngineCore
 from tellin.core.kv_sizing import plan_kv_cache
 from tellin.exceptions import (
@@ -260,6 +261,26 @@ def test_pooling_requests() -> None:
     assert (output.pooling_output, output.finish_reason) == ([1.0], FinishReason.STOP)
     with pytest.raises(UnsupportedFeatureError, match="does not generate"):
         core.preprocess_add_request(make_request("g", [1]))
+
+
+def test_adapters_are_loaded_at_admission() -> None:
+    """10.1: once, before the request is queued; a missing one fails its request only; T11."""
+    driver = Driver(lora_config=LoRAConfig(max_loras=2))
+    lora = LoRARequest("a", 1, "/a")
+    for i in range(3):
+        driver.add(f"r{i}", unlike(1, 9), 2, lora_request=lora)
+    assert driver.executor.rpcs.count(("add_lora", ("a",))) == 1
+    with pytest.raises(ValueError, match="no adapter"):
+        driver.add("bad", [1], 2, lora_request=LoRARequest("b", 2, "missing"))
+    driver.run()
+    assert set(driver.finish) == {"r0", "r1", "r2"}
+    driver.core.remove_lora(1)
+    before = driver.executor.num_computed
+    driver.add("again", unlike(1, 9), 1, lora_request=lora)
+    driver.run()
+    assert driver.executor.rpcs.count(("add_lora", ("a",))) == 2
+    assert driver.executor.num_computed - before == 9  # nothing of the former load is served
+    driver.check_idle()
 
 
 # ---------------------------------------------------------------------- aborts

@@ -25,8 +25,7 @@ def test_the_same_request_three_times(extra: int, caching: bool) -> None:
         driver.check_lone(f"r{i}", 8)
         computed.append(driver.executor.num_computed - before)
     if caching:
-        # 7 decode steps, and of the prompt one token or what is not in a full block.
-        assert computed[1] == computed[2] == 7 + (3 if extra < 0 else 1)
+        assert computed[1] == computed[2] == 7 + 1  # 7 decode steps, and the prompt's last token
     else:
         assert computed[0] == computed[1] == computed[2]
 
@@ -61,6 +60,45 @@ def test_n_samples_compute_their_prompt_once() -> None:
     for i in range(8):
         driver.check_lone(f"{i}_p", 4)
     driver.check_idle()
+
+
+def test_n_samples_compute_even_the_end_of_their_prompt_once() -> None:
+    """A prompt that does not fill its last block: children copy that block."""
+    driver = Driver(max_num_batched_tokens=128, num_kv_blocks=128, max_num_seqs=16)
+    prompt = unlike(1, 43)
+    for i in range(5):
+        driver.add(f"{i}_p", prompt, 6)
+    assert driver.step() == {"0_p": 43}
+    assert driver.step() == {f"{i}_p": 1 for i in range(5)}
+    assert len(driver.executor.outputs[-1].kv_block_copies) == 4
+    driver.run()
+    for i in range(5):
+        driver.check_lone(f"{i}_p", 6)
+    assert driver.executor.num_computed == 43 + 4 + 5 * 5
+    driver.check_idle()
+
+
+def test_a_tail_is_forgotten_with_its_block() -> None:
+    """The block is reused for something else: the prompt is computed again, and rightly."""
+    driver = Driver(num_kv_blocks=17, max_model_len=64)
+    driver.add("a", unlike(1, 11), 1)
+    driver.run()
+    assert driver.scheduler.kv_cache_manager.pool._tails
+    driver.add("b", unlike(2, 60), 4)
+    driver.run()
+    before = driver.executor.num_computed
+    driver.add("c", unlike(1, 11), 1)
+    driver.run()
+    assert driver.executor.num_computed - before == 11
+    driver.check_lone("c", 1)
+
+
+def test_tails_of_longer_and_shorter_prompts_are_not_mixed_up() -> None:
+    driver = Driver()
+    for i, length in enumerate([9, 10, 11, 10, 9, 11, 12]):
+        driver.add(f"r{i}", unlike(1, length), 3)
+        driver.run()
+        driver.check_lone(f"r{i}", 3)
 
 
 def test_a_burst_with_one_system_prompt_computes_it_once() -> None:

@@ -76,7 +76,7 @@ def test_prompt_chunks_never_draft() -> None:
     driver.executor.draft = None
     for _ in range(2):
         driver.step()
-        output = driver.scheduler._results
+        output = driver.scheduler.results
         output._accept_drafts(
             type("Output", (), {"draft_token_ids": {"r": [1, 2, 3]}})()  # type: ignore[arg-type]
         )

@@ -65,6 +65,19 @@ class BlockHasher:
             parent = sha256(data).digest()
             hashes.append(parent)
 
+    def tail_hash(self, request: Request) -> bytes:
+        """Hash of all known ids whose last, incomplete block holds at least one of them.
+
+        It tells prefixes that end at the same id apart from full blocks, which have their own map.
+        """
+        block_size = self.block_size
+        num_full = request.num_tokens // block_size
+        start = num_full * block_size
+        token_ids = request._all_token_ids[start : request.num_tokens]
+        parent = request.block_hashes[num_full - 1] if num_full else ROOT_HASH
+        data = parent + struct.pack(f"<{len(token_ids) + 1}I", len(token_ids), *token_ids)
+        return sha256(data + self.extra_keys(request, start)).digest()
+
     def extra_keys(self, request: Request, start: int) -> bytes:
         """Encoded extra keys of the block that begins at token ``start``; empty if there are none.
 

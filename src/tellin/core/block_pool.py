@@ -23,6 +23,9 @@ class BlockPool:
     One hash names at most one block: when two requests computed the same content at the same time,
     the second's block stays private and is reused first once it is free. Block tables never change
     under a running request.
+
+    Besides full blocks, a block may be published as a *tail*: its first few positions complete a
+    known prompt. Its owner goes on writing behind them, so a tail is copied, never shared.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class BlockPool:
         self.ref_cnt = [0] * num_blocks
         self.block_hash: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}
+        self._tails: dict[bytes, int] = {}
+        self._tail_of: dict[int, bytes] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._metrics = metrics
         self._events = events
@@ -75,12 +80,14 @@ class BlockPool:
         free = self._free
         if num_blocks > len(free):
             raise ValueError(f"cannot take {num_blocks} blocks: only {len(free)} are free")
-        ref_cnt, hashes = self.ref_cnt, self.block_hash
+        ref_cnt, hashes, tail_of = self.ref_cnt, self.block_hash, self._tail_of
         block_ids = []
         for _ in range(num_blocks):
             block_id = free.popitem(last=False)[0]
             if hashes[block_id] is not None:
                 self._evict(block_id)
+            if tail_of and block_id in tail_of:
+                del self._tails[tail_of.pop(block_id)]
             ref_cnt[block_id] = 1
             block_ids.append(block_id)
         if self._metrics is not None:
@@ -108,7 +115,7 @@ class BlockPool:
         for block_id in ordered_block_ids:
             ref_cnt[block_id] -= 1
             if ref_cnt[block_id] == 0 and block_id != NULL_BLOCK_ID:
-                if hashes[block_id] is None:
+                if hashes[block_id] is None and block_id not in self._tail_of:
                     worthless.append(block_id)
                 else:
                     free[block_id] = None
@@ -139,6 +146,16 @@ class BlockPool:
         self.block_hash[block_id] = block_hash
         return True
 
+    def get_tail(self, tail_hash: bytes) -> int | None:
+        """The block whose first positions complete this prompt, or None. Changes nothing."""
+        return self._tails.get(tail_hash)
+
+    def cache_tail(self, block_id: int, tail_hash: bytes) -> None:
+        """Publish the written beginning of a block; nothing if that is published already."""
+        if tail_hash not in self._tails and block_id not in self._tail_of:
+            self._tails[tail_hash] = block_id
+            self._tail_of[block_id] = tail_hash
+
     def evict_blocks(self, block_ids: Sequence[int]) -> None:
         """Unpublish blocks, also ones in use. Raises ValueError for an id out of range."""
         for block_id in block_ids:
@@ -146,6 +163,8 @@ class BlockPool:
                 raise ValueError(f"block id {block_id} is not in [0, {self.num_blocks})")
             if self.block_hash[block_id] is not None:
                 self._evict(block_id)
+            if block_id in self._tail_of:
+                del self._tails[self._tail_of.pop(block_id)]
 
     def _evict(self, block_id: int) -> None:
         block_hash = self.block_hash[block_id]
@@ -162,6 +181,8 @@ class BlockPool:
         if len(self._free) != self.num_blocks - 1:
             return False
         self._cached.clear()
+        self._tails.clear()
+        self._tail_of.clear()
         self.block_hash = [None] * self.num_blocks
         if self._metrics is not None:
             self._metrics.reset()

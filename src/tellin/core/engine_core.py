@@ -64,6 +64,7 @@ class EngineCore:
         self._aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._idle_callbacks: list[Callable[[], None]] = []
         self._lora_generations: dict[str, int] = {}
+        self._loaded_loras: dict[int, tuple[str, str]] = {}
         self._admission_counter = itertools.count()
         self.log_stats = log_stats
         try:
@@ -174,12 +175,19 @@ class EngineCore:
         return int.from_bytes(hashlib.sha256(data).digest()[:8], "little")
 
     def add_request(self, request: Request) -> None:
-        """Hand a prepared request to the scheduler.
+        """Hand a prepared request to the scheduler, its adapter being loaded first.
 
         Raises:
             DuplicateRequestError, ContextLengthError: see `Scheduler.add_request`.
+            Exception: what loading the adapter raises.
         """
-        self._live()[0].add_request(request)
+        scheduler, _ = self._live()
+        lora = request.lora_request
+        if lora is not None:
+            if self._loaded_loras.get(lora.lora_int_id) != (lora.lora_name, lora.lora_path):
+                self.add_lora(lora)
+            request.set_lora_generation(self._lora_generations[lora.lora_name])
+        scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without a further output. Unknown ids are ignored."""
@@ -429,9 +437,11 @@ class EngineCore:
         added = self._executor().add_lora(lora_request)
         name = lora_request.lora_name
         self._lora_generations[name] = self._lora_generations.get(name, 0) + 1
+        self._loaded_loras[lora_request.lora_int_id] = (name, lora_request.lora_path)
         return bool(added)
 
     def remove_lora(self, lora_id: int) -> bool:
+        self._loaded_loras.pop(lora_id, None)
         return bool(self._executor().remove_lora(lora_id))
 
     def pin_lora(self, lora_id: int) -> bool:

@@ -107,6 +107,7 @@ def _check_cache(scheduler: Scheduler) -> None:
     assert len(published) == pool.num_cached_blocks(), "a hash names two blocks"
     for block_hash, block_id in published.items():
         assert pool.get_cached_block(block_hash) == block_id
+    assert {b: h for h, b in pool._tails.items()} == pool._tail_of, "tails differ from their blocks"
     for request in scheduler.running:
         num_final = min(request.num_computed_tokens, request.num_tokens)
         assert request.num_cached_blocks * manager.block_size <= num_final, f"G8: {request}"

@@ -95,6 +95,10 @@ class KVCacheManager:
             block_ids.append(block_id)
         num_tokens = len(block_ids) * self.block_size
         if num_tokens < request.num_tokens:
+            if 1 < request.num_tokens - num_tokens < self.block_size:
+                tail = self.pool.get_tail(self.hasher.tail_hash(request))
+                if tail is not None:
+                    return PrefixHit(request.num_tokens - 1, block_ids, tail)
             return PrefixHit(num_tokens, block_ids)
         # Everything is cached. One id is computed again, in a copy of the last block: others may be
         # reading the block itself.
@@ -103,6 +107,17 @@ class KVCacheManager:
         if num_tokens % self.block_size == 0:
             copy_from = None
         return PrefixHit(num_tokens, block_ids, copy_from)
+
+    def cache_prompt_tail(self, request: Request) -> None:
+        """Publish the end of a prompt that does not fill its last block.
+
+        Call it before an output is appended, when all positions are written. The same prompt, asked
+        again or n times at once, then needs one position to be computed, not a part of a block.
+        """
+        if self.enable_caching and request.num_tokens % self.block_size > 1:
+            self.hasher.extend(request)
+            block_id = request.block_ids[request.num_tokens // self.block_size]
+            self.pool.cache_tail(block_id, self.hasher.tail_hash(request))
 
     def cache_blocks(self, request: Request, num_final_tokens: int) -> None:
         """Publish the full blocks among the first ``num_final_tokens`` positions.

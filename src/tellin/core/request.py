@@ -318,6 +318,12 @@ class Request:
         """Why it ended; None while it lives."""
         return _FINISH_REASONS.get(self.status)
 
+    def set_lora_generation(self, generation: int) -> None:
+        """Which load of its adapter it uses; hashes made for another one are dropped."""
+        if generation != self.lora_generation:
+            self.lora_generation = generation
+            self.block_hashes.clear()
+
     # ------------------------------------------------------------------ events
 
     def record_event(self, event_type: EngineCoreEventType) -> None:

@@ -27,7 +27,6 @@ from tellin.protocol import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
-    SchedulerStats,
 )
 from tellin.step_protocol import CachedRequestData, ModelRunnerOutput, SchedulerOutput
 
@@ -103,7 +102,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.pause_state = PauseState.UNPAUSED
         self.plan: StepPlan | None = None
-        self._results = StepResults(self)
+        self.results = StepResults(self)
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -183,7 +182,7 @@ class Scheduler:
             request.error = error or request.error
             self.free_request(request)
             if emit:
-                self._results.emit_final(request)
+                self.results.emit_final(request)
         return [(request.request_id, request.client_index) for request in requests]
 
     def free_request(self, request: Request) -> None:
@@ -403,7 +402,7 @@ class Scheduler:
             finished,
             preempted | plan.preempted_ids,
             grammar_ids,
-            self._results.spec.num_to_schedule(self.running) if self.num_spec_tokens else 0,
+            self.results.spec.num_to_schedule(self.running) if self.num_spec_tokens else 0,
             plan.step_counter,
             plan.copies,
         )
@@ -416,10 +415,10 @@ class Scheduler:
         ``model_output`` is None for a step in which nothing was scheduled.
         """
         plan = self.take_plan(scheduler_output)
-        outputs = self._results.apply(plan, model_output)
+        outputs = self.results.apply(plan, model_output)
         if self.check_invariants:
             check_invariants(self)
-        return self._results.package(outputs, plan, model_output)
+        return self.results.package(outputs, plan, model_output)
 
     def fail_step(self, scheduler_output: SchedulerOutput, error: str) -> None:
         """The step did not run. What was in it ends with ERROR; the next step delivers that."""
@@ -443,7 +442,7 @@ class Scheduler:
 
     def take_pending_outputs(self) -> dict[int, EngineCoreOutputs]:
         """Last outputs of requests that were ended between steps."""
-        pending: dict[int, list[EngineCoreOutput]] = self._results.take_pending()
+        pending: dict[int, list[EngineCoreOutput]] = self.results.take_pending()
         return {client: EngineCoreOutputs(outputs=batch) for client, batch in pending.items()}
 
     # ------------------------------------------------------------------ pause, reset, counts
@@ -485,7 +484,7 @@ class Scheduler:
         """Whether a step has anything to do, be it to report what has ended."""
         return (
             bool(self.finished_req_ids)
-            or self._results.has_pending()
+            or self.results.has_pending()
             or self.get_num_unfinished_requests() > 0
         )
 
@@ -493,43 +492,10 @@ class Scheduler:
         """(running, waiting)."""
         return len(self.running), len(self.room)
 
-    def make_stats(self, plan: StepPlan, model_output: ModelRunnerOutput | None) -> SchedulerStats:
-        """State after a step; hands out what was counted since the previous call."""
-        manager, room = self.kv_cache_manager, self.room
-        stats = SchedulerStats(
-            num_running_reqs=len(self.running),
-            num_waiting_reqs=len(room.waiting) + len(room.preempted),
-            num_skipped_waiting_reqs=len(room.blocked),
-            step_counter=self.current_step,
-            kv_cache_usage=manager.usage,
-            prefix_cache_stats=manager.prefix_cache_stats.take(),
-            num_scheduled_tokens=plan.num_total,
-        )
-        if manager.metrics is not None:
-            stats.kv_cache_eviction_events = manager.metrics.take_events()
-        if model_output is not None:
-            stats.model_time_s = model_output.model_time_s
-        stats.spec_decoding_stats = self._results.take_spec_stats()
-        if self.config.lora_config is not None:
-            stats.running_lora_adapters = _count_adapters(self.running)
-            stats.waiting_lora_adapters = _count_adapters(
-                [*room.waiting, *room.preempted, *room.blocked.values()]
-            )
-        return stats
-
     def shutdown(self) -> None:
         """Forget everything. Idempotent."""
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        self._results.take_pending()
-
-
-def _count_adapters(requests: Iterable[Request]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for request in requests:
-        if request.lora_request is not None:
-            name = request.lora_request.lora_name
-            counts[name] = counts.get(name, 0) + 1
-    return counts
+        self.results.take_pending()
 
 
 __all__ = ["PauseState", "Scheduler"]

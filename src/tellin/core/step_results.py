@@ -10,10 +10,11 @@ import time
 from typing import TYPE_CHECKING
 
 from tellin.core.request import Request, RequestStatus
+from tellin.core.scheduler_stats import make_stats
 from tellin.core.spec_decode import SpecDecodeController
 from tellin.core.step_plan import StepPlan
 from tellin.core.stop_check import append_until_stop
-from tellin.protocol import EngineCoreOutput, EngineCoreOutputs, SpecDecodingStats
+from tellin.protocol import EngineCoreOutput, EngineCoreOutputs
 from tellin.step_protocol import ModelRunnerOutput
 
 if TYPE_CHECKING:
@@ -114,6 +115,8 @@ class StepResults:
             token_ids = []
         else:
             num_verified = self._settle_drafts(request, token_ids, plan)
+            if token_ids and request.first_output_pending:
+                scheduler.kv_cache_manager.cache_prompt_tail(request)
             if token_ids and request.max_tokens > 0:
                 token_ids = self._append(request, token_ids)
                 # Counted after stops have cut the ids: what is not delivered was not gained.
@@ -229,9 +232,6 @@ class StepResults:
                 drafts = structured.validate_tokens(drafts)
             request.spec_token_ids = drafts
 
-    def take_spec_stats(self) -> SpecDecodingStats | None:
-        return self.spec.take_stats()
-
     # ------------------------------------------------------------------ packaging
 
     def package(
@@ -246,7 +246,7 @@ class StepResults:
         if self._scheduler.log_stats:
             client = next(iter(batches), 0)
             batch = batches.setdefault(client, EngineCoreOutputs(timestamp=now))
-            batch.scheduler_stats = self._scheduler.make_stats(plan, model_output)
+            batch.scheduler_stats = make_stats(self._scheduler, plan, model_output)
         return batches
 
 
