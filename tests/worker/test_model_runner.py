@@ -227,6 +227,12 @@ def test_pooling_request_is_refused_and_alone() -> None:
     assert len(d.outputs["good"]) == 1
 
 
+def test_thinking_budget_is_refused_not_ignored() -> None:
+    d = driver()
+    d.add("a", [1, 2], SamplingParams(thinking_token_budget=5))
+    assert "thinking_token_budget" in d.step().errors["a"]
+
+
 # ---------------------------------------------------------------------- grammar masks
 
 

@@ -125,6 +125,9 @@ class ModelRunner:
         if params is None:
             state.error = "this build cannot pool: it serves generation only"
             return
+        if params.thinking_token_budget is not None:
+            state.error = "thinking_token_budget: this build knows no thinking models' markers"
+            return
         self.sampler.set_slot(state.slot, params, state.rng_key)
         self.processors.add_request(state)
         if params.prompt_logprobs is not None:
