@@ -10,9 +10,8 @@ namespace tellin {
 namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-constexpr float kHeadNats = 8.0f;  // blocks with a maximum this close to the row's are the head
-constexpr size_t kMaxCandidates =
-    8192;                        // entries that are listed and ordered; more are counted in bins first
+constexpr float kHeadNats = 8.0f;         // blocks with a maximum this close to the row's are the head
+constexpr int64_t kMinCandidates = 1024;  // entries that are always listed; more are counted in bins first
 constexpr int64_t kBins = 2049;  // 1/64 nat each, 32 nats: all weights that are not zero, and the rest
 constexpr float kBinsPerNat = 64.0f;
 
@@ -94,29 +93,48 @@ uint64_t keep_nucleus(std::vector<Candidate>& candidates, uint64_t wanted) {
   return before;
 }
 
-// Calls visit(value, id, weight) for the entries >= lowest, in id order; stops when it returns false.
-template <typename Visit>
-void visit_entries(const LogitsRow& row, float lowest, Visit visit) {
+// Adds the weights of all candidates.
+void weigh(const LogitsRow& row, std::vector<Candidate>& candidates) {
+  float x[kSampleBlock];
   uint64_t w[kSampleBlock];
-  for (int64_t begin = 0; begin < row.n; begin += kSampleBlock) {
+  for (size_t begin = 0; begin < candidates.size(); begin += kSampleBlock) {
+    const size_t count = std::min(static_cast<size_t>(kSampleBlock), candidates.size() - begin);
+    for (size_t i = 0; i < count; ++i) x[i] = candidates[begin + i].value;
+    row.kernels->weights(x, static_cast<int64_t>(count), row.max, row.inv_t, w);
+    for (size_t i = 0; i < count; ++i) candidates[begin + i].weight = w[i];
+  }
+}
+
+// Lists the entries in [lowest, highest] in id order, without weights, until there are more than `most`.
+void list_entries(const LogitsRow& row, float lowest, float highest, size_t most,
+                  std::vector<Candidate>& out) {
+  out.clear();
+  alignas(8) uint8_t hit[kSampleBlock];
+  for (int64_t begin = 0; begin < row.n && out.size() <= most; begin += kSampleBlock) {
     if (row.maxima[begin / kSampleBlock] < lowest) continue;
+    const float* x = row.x + begin;
     const int64_t count = std::min(kSampleBlock, row.n - begin);
-    row.kernels->weights(row.x + begin, count, row.max, row.inv_t, w);
-    for (int64_t i = 0; i < count; ++i) {
-      const float x = row.x[begin + i];
-      if (x >= lowest && !visit(x, static_cast<int32_t>(begin + i), w[i])) return;
+    std::memset(hit, 0, sizeof hit);
+    for (int64_t i = 0; i < count; ++i) hit[i] = static_cast<uint8_t>((x[i] >= lowest) & (x[i] <= highest));
+    for (int64_t i = 0; i < kSampleBlock; i += 8) {  // hits are rare: skip eight entries at a time
+      uint64_t bits;
+      std::memcpy(&bits, hit + i, sizeof bits);
+      for (; bits != 0; bits &= bits - 1) {
+        const int64_t j = i + __builtin_ctzll(bits) / 8;
+        out.push_back({x[j], static_cast<int32_t>(begin + j), 0});
+      }
     }
   }
 }
 
-// Lists the entries >= lowest. Returns false, with an incomplete list, if they are too many.
-bool list_entries(const LogitsRow& row, float lowest, std::vector<Candidate>& out) {
-  out.clear();
-  visit_entries(row, lowest, [&out](float x, int32_t id, uint64_t w) {
-    out.push_back({x, id, w});
-    return out.size() <= kMaxCandidates;
-  });
-  return out.size() <= kMaxCandidates;
+// Lists and weighs the entries >= lowest. Returns false, with an incomplete list, if they are too many.
+bool list_best(const LogitsRow& row, float lowest, std::vector<Candidate>& out) {
+  // Beyond a part of the row it is cheaper to count entries in bins than to list and order them.
+  const size_t most = static_cast<size_t>(std::max(row.n / 32, kMinCandidates));
+  list_entries(row, lowest, row.max, most, out);
+  if (out.size() > most) return false;
+  weigh(row, out);
+  return true;
 }
 
 // A value that the k-th best entry reaches: the k-th largest block maximum.
@@ -132,25 +150,35 @@ float top_k_bound(const LogitsRow& row, int64_t k, std::vector<float>& buffer) {
 // nat below the maximum, and only the bin in which a limit falls is put in order.
 class BinnedSelection {
  public:
-  BinnedSelection(const LogitsRow& row, float lowest) : row_(row), lowest_(lowest), cut_{lowest, kAnyId} {
-    visit_entries(row, lowest, [this](float x, int32_t, uint64_t w) {
-      Bin& bin = bins_[static_cast<size_t>(bin_of(x))];
-      ++bin.count;
-      bin.mass += w;
-      return true;
-    });
-    for (const Bin& bin : bins_) total_ += bin.mass;
+  BinnedSelection(const LogitsRow& row, float lowest) : row_(row), cut_{lowest, kAnyId} {
+    uint64_t w[kSampleBlock];
+    int32_t bin[kSampleBlock];
+    for (int64_t begin = 0; begin < row.n; begin += kSampleBlock) {
+      if (row.maxima[begin / kSampleBlock] < lowest) continue;
+      const int64_t count = std::min(kSampleBlock, row.n - begin);
+      const float* x = row.x + begin;
+      row.kernels->weights(x, count, row.max, row.inv_t, w);
+      for (int64_t i = 0; i < count; ++i) bin[i] = bin_of(x[i]);
+      if (lowest > kNegInf) {
+        for (int64_t i = 0; i < count; ++i) bin[i] = x[i] >= lowest ? bin[i] : kNoBin;
+      }
+      for (int64_t i = 0; i < count; ++i) {
+        bins_[static_cast<size_t>(bin[i])].mass += w[i];
+        ++bins_[static_cast<size_t>(bin[i])].count;
+      }
+    }
+    for (size_t i = 0; i < kNoBin; ++i) total_ += bins_[i].mass;
   }
 
   void keep_top_k(int64_t k) {
     int64_t before = 0;
     uint64_t mass = 0;
-    size_t i = 0;
-    for (; i < bins_.size() && before + bins_[i].count < k; ++i) {
-      before += bins_[i].count;
-      mass += bins_[i].mass;
+    int32_t i = 0;
+    for (; i < kNoBin && before + bins_[static_cast<size_t>(i)].count < k; ++i) {
+      before += bins_[static_cast<size_t>(i)].count;
+      mass += bins_[static_cast<size_t>(i)].mass;
     }
-    if (i == bins_.size()) return;  // fewer than k entries
+    if (i == kNoBin) return;  // fewer than k entries
     std::vector<Candidate> entries = entries_of(i);
     keep_best(entries, static_cast<size_t>(k - before));
     set_cut(entries);
@@ -160,24 +188,25 @@ class BinnedSelection {
   void keep_top_p(double top_p) {
     const uint64_t wanted = nucleus_mass(top_p, total_);
     uint64_t before = 0;
-    size_t i = 0;
-    for (; before + bins_[i].mass < wanted; ++i) before += bins_[i].mass;
+    int32_t i = 0;
+    for (; before + bins_[static_cast<size_t>(i)].mass < wanted; ++i)
+      before += bins_[static_cast<size_t>(i)].mass;
     std::vector<Candidate> entries = entries_of(i);
-    total_ = before + keep_nucleus(entries, wanted - before);
+    keep_nucleus(entries, wanted - before);
     set_cut(entries);
   }
 
   const Cut& cut() const { return cut_; }
-  uint64_t total() const { return total_; }
 
  private:
   struct Bin {
-    int64_t count = 0;
     uint64_t mass = 0;
+    int64_t count = 0;
   };
 
-  int64_t bin_of(float x) const {
-    return static_cast<int64_t>(std::min((row_.max - x) * row_.inv_t * kBinsPerNat, kBins - 1.0f));
+  int32_t bin_of(float x) const {
+    const float bin = (row_.max - x) * row_.inv_t * kBinsPerNat;
+    return static_cast<int32_t>(bin < kLastBin ? bin : kLastBin);
   }
 
   void set_cut(const std::vector<Candidate>& kept) {
@@ -186,19 +215,29 @@ class BinnedSelection {
   }
 
   // Entries of a bin that were not cut off before.
-  std::vector<Candidate> entries_of(size_t bin) const {
+  std::vector<Candidate> entries_of(int32_t bin) const {
+    // The values of the bin and a little more, against rounding; bin_of decides.
+    const float nats = static_cast<float>(bin) / kBinsPerNat, width = 1.0f / kBinsPerNat;
+    const float slack = 1e-5f * (std::fabs(row_.max) + (nats + 1.0f) / row_.inv_t);
+    const float highest = row_.max - nats / row_.inv_t + slack;
+    const float lowest = bin == kLastBin ? kNegInf : row_.max - (nats + width) / row_.inv_t - slack;
     std::vector<Candidate> entries;
-    visit_entries(row_, lowest_, [&](float x, int32_t id, uint64_t w) {
-      if (bin_of(x) == static_cast<int64_t>(bin) && cut_.keeps(x, id)) entries.push_back({x, id, w});
-      return true;
-    });
+    list_entries(row_, std::max(lowest, cut_.lowest), highest, std::numeric_limits<size_t>::max(), entries);
+    entries.erase(std::remove_if(entries.begin(), entries.end(),
+                                 [&](const Candidate& c) {
+                                   return bin_of(c.value) != bin || !cut_.keeps(c.value, c.id);
+                                 }),
+                  entries.end());
+    weigh(row_, entries);
     return entries;
   }
 
+  static constexpr int32_t kLastBin = 2048;  // 32 nats and more: no weight
+  static constexpr int32_t kNoBin = kLastBin + 1;
+
   const LogitsRow& row_;
-  const float lowest_;
   Cut cut_;
-  std::vector<Bin> bins_ = std::vector<Bin>(kBins);
+  std::vector<Bin> bins_ = std::vector<Bin>(kNoBin + 1);
   uint64_t total_ = 0;
 };
 
@@ -309,7 +348,7 @@ bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
   HeadMass mass(row, scratch);
   uint64_t least = nucleus_mass(top_p, mass.head()), most = nucleus_mass(top_p, mass.bound());
   for (float nats = 4.0f; nats < 2.0f * kWeightCutoff;) {
-    if (!list_entries(row, row.max - nats / row.inv_t, candidates)) return false;
+    if (!list_best(row, row.max - nats / row.inv_t, candidates)) return false;
     if (mass_of(candidates) < least) {
       nats *= 2.0f;
     } else if (keep_nucleus(candidates, least) >= most) {
@@ -346,15 +385,7 @@ float min_p_lowest(const LogitsRow& row, float min_p) {
 }
 
 void gather_top_k(const LogitsRow& row, int64_t k, std::vector<float>& buffer, std::vector<Candidate>& out) {
-  const float lowest = top_k_bound(row, k, buffer);
-  out.clear();
-  for (int64_t begin = 0; begin < row.n; begin += kSampleBlock) {
-    if (row.maxima[begin / kSampleBlock] < lowest) continue;
-    const int64_t end = std::min(begin + kSampleBlock, row.n);
-    for (int64_t i = begin; i < end; ++i) {
-      if (row.x[i] >= lowest) out.push_back({row.x[i], static_cast<int32_t>(i), 0});
-    }
-  }
+  list_entries(row, top_k_bound(row, k, buffer), row.max, std::numeric_limits<size_t>::max(), out);
   keep_best(out, static_cast<size_t>(k));
 }
 
@@ -371,11 +402,11 @@ Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float mi
     bool listed = false;
     if (has_top_k) {
       lowest = std::max(lowest, top_k_bound(row, top_k, scratch.sorted_maxima));
-      listed = lowest > kNegInf && list_entries(row, lowest, candidates);
+      listed = lowest > kNegInf && list_best(row, lowest, candidates);
       if (listed) keep_best(candidates, static_cast<size_t>(top_k));
       if (listed && has_top_p) keep_nucleus(candidates, nucleus_mass(top_p, mass_of(candidates)));
     } else if (has_min_p) {
-      listed = list_entries(row, lowest, candidates);
+      listed = list_best(row, lowest, candidates);
       if (listed) keep_nucleus(candidates, nucleus_mass(top_p, mass_of(candidates)));
     } else {
       listed = list_nucleus(row, top_p, scratch);
