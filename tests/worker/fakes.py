@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,14 @@ class FakeBackend:
         self.cache: npt.NDArray[np.uint64] | None = np.zeros(
             num_blocks * self.block_size, np.uint64
         )
+
+    def copy_kv_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        assert self.cache is not None
+        size = self.block_size
+        for source, target in src_dst_pairs:
+            self.cache[target * size : (target + 1) * size] = self.cache[
+                source * size : (source + 1) * size
+            ]
 
     def free_kv_cache(self) -> None:
         self.cache = None

@@ -92,6 +92,21 @@ def test_two_call_protocol() -> None:
     assert d.runner.sample_tokens(None).req_ids == ["a"]
 
 
+def test_block_copies_come_before_the_pass() -> None:
+    """A request that starts on a copied block goes on as the one it was copied from."""
+    d = driver()
+    prompt = list(range(20))
+    d.add("a", prompt)
+    d.step()
+    d.add("b", prompt)
+    d.new["b"].num_computed_tokens = d.computed["b"] = 19
+    d.blocks["b"] = [d.blocks["a"][0], 900]
+    step = d.schedule({"b": 1})
+    step.kv_block_copies = [(d.blocks["a"][1], 900)]
+    d.runner.execute_model(step)
+    assert d.runner.sample_tokens(None).sampled_token_ids == [d.outputs["a"]]
+
+
 def test_empty_step_only_forgets() -> None:
     d = driver()
     d.add("a", [1, 2])

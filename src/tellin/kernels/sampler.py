@@ -193,6 +193,21 @@ class Sampler:
         )
         return result
 
+    def sample_into(self, logits: Float32Array, rows: SampleRows, result: SampleResult) -> None:
+        """`sample` without log-probabilities, into arrays of the caller; ``status`` is all 0."""
+        self._native.sample(
+            logits,
+            rows.slots,
+            rows.logits_rows,
+            rows.history_lens,
+            rows.prompt_lens,
+            rows.history,
+            result.tokens,
+            result.status,
+            int(ALL_STAGES),
+            team=self.team,
+        )
+
     def prompt_logprobs(
         self, logits: Float32Array, ids: Int32Array, num_logprobs: int
     ) -> SampleResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +30,7 @@ class Backend(Protocol):
     def free_kv_cache(self) -> None:
         """Give the KV pool's memory back."""
 
-    def copy_kv_blocks(self, src_dst_pairs: list[tuple[int, int]]) -> None:
+    def copy_kv_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of all layers, one after the other."""
 
     def forward(self, batch: StepBatch) -> npt.NDArray[np.float32]:

@@ -8,7 +8,7 @@ id there is the one it was fed: a rejected draft's position is computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,6 +66,9 @@ class DraftModelDrafter(Drafter):
 
     def init_kv_cache(self, num_blocks: int) -> None:
         self._live().init_kv_cache(num_blocks)
+
+    def copy_kv_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        self._live().copy_kv_blocks(src_dst_pairs)
 
     def free_kv_cache(self) -> None:
         self._live().free_kv_cache()

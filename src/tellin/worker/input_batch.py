@@ -144,7 +144,7 @@ class InputBatch:
         self.num_prompt_tokens[slot] = data.num_prompt_tokens
         self.num_computed_tokens[slot] = data.num_computed_tokens
         self.num_draft_computed[slot] = data.num_computed_tokens
-        self._append_blocks(state, data.block_ids)
+        self.append_blocks(state, data.block_ids)
         params = data.sampling_params
         if params is not None:
             state.wants_logprobs = params.num_logprobs is not None
@@ -161,6 +161,7 @@ class InputBatch:
         outputs = np.fromiter((data.num_output_tokens for data in cached), np.int32, len(cached))
         self.num_computed_tokens[slots] = computed
         known = self.num_prompt_tokens[slots] + outputs
+        self._reserve(0, int(known.max()) + 2, 0)
         if (known < self.num_tokens[slots]).any():  # the scheduler cut what it was given
             for data in cached:
                 del states[data.req_id].output_token_ids[data.num_output_tokens :]
@@ -170,7 +171,7 @@ class InputBatch:
                 state = states[data.req_id]
                 if data.resumed:
                     self._resume(state, data)
-                self._append_blocks(state, data.new_block_ids)
+                self.append_blocks(state, data.new_block_ids)
             if data.req_id not in self._row_of:
                 entering.append(states[data.req_id])
 
@@ -188,7 +189,8 @@ class InputBatch:
             num_prompt = int(self.num_prompt_tokens[state.slot])
             state.output_token_ids[:] = data.all_token_ids[num_prompt:]
 
-    def _append_blocks(self, state: RequestState, block_ids: list[int]) -> None:
+    def append_blocks(self, state: RequestState, block_ids: list[int]) -> None:
+        """Add blocks to the end of a request's table."""
         end = state.num_blocks + len(block_ids)
         if end > self.block_table.shape[1]:
             self._reserve(0, 0, end)
@@ -263,11 +265,6 @@ class InputBatch:
         start = int(self.num_tokens[slot])
         self.token_ids[slot, start : start + len(token_ids)] = token_ids
         self.num_tokens[slot] = start + len(token_ids)
-
-    def reserve_tokens(self, num_tokens: int) -> None:
-        """Make room for this many ids per slot."""
-        if num_tokens > self.token_ids.shape[1]:
-            self._reserve(0, num_tokens, 0)
 
     def _reserve(self, num_slots: int, num_tokens: int, num_blocks: int) -> None:
         """Grow to at least these sizes, by doubling. New memory is not touched until it is used."""

@@ -22,6 +22,7 @@ from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
 from tellin.worker.prompt_logprobs import PromptLogprobs, PromptRows
 from tellin.worker.spec_decode import make_drafter
+from tellin.worker.steady_decode import SteadyDecode
 from tellin.worker.step_inputs import StepInputs, build_inputs, build_step
 from tellin.worker.step_output import StepOutput
 
@@ -52,6 +53,8 @@ class ModelRunner:
         self.adopt_backend(backend)
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}
         self._max_prompt_logits = max(_PROMPT_LOGITS_BYTES // (4 * self.vocab_size), 16)
+        self._steady: SteadyDecode | None = None
+        self._rows_changed = True
         self._pending: tuple[SchedulerOutput, StepInputs, Float32Array, float] | None = None
 
     # ------------------------------------------------------------------ backend
@@ -88,6 +91,7 @@ class ModelRunner:
         """Give weights and pools back."""
         backend, self._backend = self._backend, None
         self.sampler.team = None
+        self._steady = None
         self._pending = None  # its logits are a view of the backend's memory
         if backend is not None:
             backend.close()
@@ -108,6 +112,14 @@ class ModelRunner:
         if self._pending is not None:
             raise RuntimeError("execute_model was called twice without sample_tokens")
         started = time.perf_counter()
+        steady = self._steady
+        if steady is not None:
+            if steady.advance(step):
+                logits = self.backend.forward(steady.inputs.step)
+                seconds = time.perf_counter() - started
+                self._pending = (step, steady.inputs, logits, seconds)
+                return
+            self._steady = None
         for req_id in step.finished_req_ids:
             self._forget(req_id)
         update, new_states = self.batch.apply(step)
@@ -117,6 +129,9 @@ class ModelRunner:
             self.processors.update_state(update)
         if step.kv_block_copies:
             self.backend.copy_kv_blocks(step.kv_block_copies)
+            if self.drafter is not None:
+                self.drafter.copy_kv_blocks(step.kv_block_copies)
+        self._rows_changed = update is not None
         inputs, logits = self._forward(step)
         self._pending = (step, inputs, logits, time.perf_counter() - started)
 
@@ -218,7 +233,17 @@ class ModelRunner:
             raise RuntimeError("sample_tokens was called without execute_model")
         (step, inputs, logits, seconds), self._pending = self._pending, None
         started = time.perf_counter()
-        result, processor_errors = self._sample(inputs, logits, grammar)
+        processor_errors: dict[int, str] = {}
+        steady, self._steady = self._steady, None
+        if steady is not None and grammar is None:
+            steady_output = steady.sample(self.sampler, logits)
+            if steady_output is not None:
+                self._steady = steady
+                steady_output.model_time_s = seconds + time.perf_counter() - started
+                return steady_output
+            result = steady.result
+        else:
+            result, processor_errors = self._sample(inputs, logits, grammar)
         kept = StepOutput(self.batch, inputs, result, processor_errors)
         kept.keep()
         output = kept.build(self.sampler, 0.0)
@@ -229,8 +254,30 @@ class ModelRunner:
             self._finish_prompts(inputs, output)
         if self.drafter is not None and step.num_spec_tokens_to_schedule > 0:
             self._draft(inputs, kept.kept, step.num_spec_tokens_to_schedule, output)
+        if steady is None:
+            self._start_steady(step, inputs, output)
         output.model_time_s = seconds + time.perf_counter() - started
         return output
+
+    def _start_steady(
+        self, step: SchedulerOutput, inputs: StepInputs, output: ModelRunnerOutput
+    ) -> None:
+        """Expect more of the same if this step was of the simplest kind."""
+        batch = self.batch
+        if (
+            self._rows_changed
+            or step.structured_output_req_ids
+            or self.drafter is not None
+            or self.processors.active
+            or self._prompt_logprobs
+            or output.errors
+            or output.logprobs is not None
+            or not 0 < batch.num_rows == len(inputs.sample_rows)
+            or batch.has_drafts
+        ):
+            return
+        req_ids = [data.req_id for data in step.scheduled_cached_reqs]
+        self._steady = SteadyDecode(batch, req_ids, self.block_size)
 
     def _sample(
         self, inputs: StepInputs, logits: Float32Array, grammar: GrammarOutput | None

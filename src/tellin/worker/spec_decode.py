@@ -8,6 +8,7 @@ a drafter can change how fast ids come and nothing else. It reads the batch and 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +50,10 @@ class Drafter(ABC):
 
     def init_kv_cache(self, num_blocks: int) -> None:
         """Make a pool of as many blocks as the target's."""
+        return
+
+    def copy_kv_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks, as the target does."""
         return
 
     def free_kv_cache(self) -> None:

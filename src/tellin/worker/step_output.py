@@ -88,11 +88,9 @@ class StepOutput:
         """The output of the step, without prompt log-probabilities and drafts."""
         states = self._batch.row_states
         sample_rows = self._inputs.sample_rows.tolist()
-        sampled = self.kept
-        if len(sampled) != len(states):
-            sampled = [[] for _ in states]
-            for row, run in zip(sample_rows, self.kept, strict=True):
-                sampled[row] = run
+        sampled: list[list[int]] = [[] for _ in states]
+        for row, run in zip(sample_rows, self.kept, strict=True):
+            sampled[row] = run
         output = ModelRunnerOutput(self._batch.req_ids, sampled, model_time_s=model_time_s)
         if self._result.logprob_ids is not None:
             output.logprobs = self._logprobs(sampler)
