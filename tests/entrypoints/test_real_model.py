@@ -10,6 +10,8 @@ import asyncio
 import gc
 import math
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,6 @@ import psutil
 import pytest
 
 from tellin import LLM, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from tellin.core.engine_core import EngineCore
 from tellin.exceptions import ContextLengthError, RequestError
 from tellin.metrics import Counter, Gauge, Metric
 
@@ -64,11 +65,27 @@ def text_of(llm: LLM, **params: Any) -> Any:
 # ---------------------------------------------------------------------- text and stop strings
 
 
-def test_s09_s11_the_core_is_here_and_nothing_else(llm: LLM) -> None:
-    assert isinstance(llm.llm_engine.engine_core.engine_core, EngineCore)  # type: ignore[attr-defined]
-    assert threading.active_count() == 1
-    assert psutil.Process().children() == []
-    assert [c for c in psutil.Process().net_connections() if c.status == "LISTEN"] == []
+def test_s09_s11_p57_p63_the_core_is_here_and_nothing_else(smollm2_path: Path) -> None:
+    """No thread of Python's, no child, no socket, no transport, not a word on either stream."""
+    code = (
+        "import sys, threading, psutil\n"
+        "from tellin import LLM, SamplingParams\n"
+        "from tellin.core.engine_core import EngineCore\n"
+        "with LLM(sys.argv[1], max_model_len=64, num_kv_blocks=9) as llm:\n"
+        "    llm.generate('x', SamplingParams(max_tokens=2))\n"
+        "    assert isinstance(llm.llm_engine.engine_core.engine_core, EngineCore)\n"
+        "    process = psutil.Process()\n"
+        "    assert threading.active_count() == 1\n"
+        "    assert process.children() == [] and process.net_connections('all') == []\n"
+        "    assert not {'zmq', 'fastapi', 'prometheus_client', 'torch'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, str(smollm2_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 17), (0, 3), (20, 60), (7, 8)])
