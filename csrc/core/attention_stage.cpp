@@ -169,24 +169,24 @@ void AttentionStage::run(int64_t task_index, int member) noexcept {
   const Item& item = schedule_->item(task);
   AttentionScratch& scratch = (*scratch_)[static_cast<size_t>(member)];
   const int64_t rows = item.num_tokens * shape_.group();
-  const int64_t stride = shape_.head_dim + kStatePadding;
   load_queries(item, task.kv_head, scratch);
   if (task.partition >= 0) {
     attend(item, task.kv_head, task.partition, scratch,
            schedule_->states(item, task.kv_head, task.partition));
     if (!schedule_->report(item, task.kv_head)) return;
   }
-  for (int64_t r = 0; r < rows; ++r) scratch.running[r * stride + shape_.head_dim + 1] = 0.0f;  // empty
+  float* running = scratch.running;
   for (int64_t p = 0; p < item.partitions; ++p) {
-    const float* states = scratch.states;
-    if (task.partition >= 0) {
-      states = schedule_->states(item, task.kv_head, p);
+    float* states = p == 0 ? scratch.running : scratch.states;
+    if (task.partition < 0) {
+      attend(item, task.kv_head, p, scratch, states);
     } else {
-      attend(item, task.kv_head, p, scratch, scratch.states);
+      states = schedule_->states(item, task.kv_head, p);
+      if (p == 0) running = states;
     }
-    kernels_.attention->fold(rows, shape_.head_dim, states, scratch.running);
+    if (p > 0) kernels_.attention->fold(rows, shape_.head_dim, states, running);
   }
-  write_out(item, task.kv_head, scratch.running);
+  write_out(item, task.kv_head, running);
 }
 
 // Rows are ordered by token, then by head of the group.

@@ -123,7 +123,9 @@ assert all(os.sched_getaffinity(t) == {{{cpu}}} for t in tasks)
 
 def run_script(script: str) -> None:
     path = os.pathsep.join(p for p in sys.path if p)
-    environment = {**os.environ, "PYTHONPATH": path}
+    # ThreadSanitizer forbids by default what one of the scripts is about: threads after a fork.
+    tsan_options = os.environ.get("TSAN_OPTIONS", "") + ":die_after_fork=0"
+    environment = {**os.environ, "PYTHONPATH": path, "TSAN_OPTIONS": tsan_options}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
     )

@@ -34,31 +34,42 @@ inline int64_t larger(int64_t a, int64_t b) {
 // How one storage type is read: a vector of values from element index i of a K or V array.
 struct ReadFloat32 {
   static constexpr int64_t kBytes = 4;
+  static constexpr bool kPrefetch = false;  // mostly panels that were just made
   static inline V load(const uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); }
 };
 struct ReadFloat16 {
   static constexpr int64_t kBytes = 2;
+  static constexpr bool kPrefetch = true;
   static inline V load(const uint8_t* p) { return Simd::load_f16(reinterpret_cast<const uint16_t*>(p)); }
 };
 struct ReadInt8 {
   static constexpr int64_t kBytes = 1;
+  static constexpr bool kPrefetch = true;
   static inline V load(const uint8_t* p) { return Simd::load_i8(reinterpret_cast<const int8_t*>(p)); }
 };
 
-// Scores of R rows against T neighbouring tiles.
+// Scores of R rows against T neighbouring tiles. Tiles lie apart in memory, so the hardware does not see the next
+// one coming: while these are read, later keys and the values of these are fetched.
 template <class Read, int R, int T>
-inline void score_tiles(const KvLayout& layout, const uint8_t* const* tiles, const float* q, float* scores) {
+inline void score_tiles(const KvLayout& layout, const uint8_t* const* tiles, const uint8_t* const* ahead,
+                        const float* q, float* scores) {
   constexpr int kN = T * kTileVectors;
+  constexpr int64_t kRowBytes = kTilePositions * Read::kBytes;
   const int64_t head_dim = layout.head_dim;
   V acc[R][kN];
   for (int r = 0; r < R; ++r) {
     for (int i = 0; i < kN; ++i) acc[r][i] = Simd::zero();
   }
   for (int64_t d = 0; d < head_dim; ++d) {
+    if (Read::kPrefetch && d * kRowBytes % 64 == 0) {
+      for (int i = 0; i < T; ++i) {
+        __builtin_prefetch(ahead[i] + d * kRowBytes, 0, 3);
+        __builtin_prefetch(tiles[i] + layout.value_offset + d * kRowBytes, 0, 2);
+      }
+    }
     V k[kN];
     for (int i = 0; i < kN; ++i) {
-      k[i] = Read::load(tiles[i / kTileVectors] +
-                        (d * kTilePositions + (i % kTileVectors) * Simd::kWidth) * Read::kBytes);
+      k[i] = Read::load(tiles[i / kTileVectors] + d * kRowBytes + (i % kTileVectors) * Simd::kWidth * Read::kBytes);
     }
     for (int r = 0; r < R; ++r) {
       const V value = Simd::set1(q[r * head_dim + d]);
@@ -79,11 +90,15 @@ template <class Read, int R>
 void score_rows(const KvLayout& layout, const uint8_t* const* tiles, int64_t tile_begin, int64_t tile_end,
                 const float* q, float* scores) {
   constexpr int kT = Simd::kAttendTiles;
+  constexpr int64_t kAhead = 2;
   int64_t t = tile_begin;
   for (; t + kT <= tile_end; t += kT) {
-    score_tiles<Read, R, kT>(layout, tiles + t, q, scores + t * kTilePositions);
+    const int64_t ahead = smaller(t + kAhead * kT, tile_end - kT);
+    score_tiles<Read, R, kT>(layout, tiles + t, tiles + ahead, q, scores + t * kTilePositions);
   }
-  for (; t < tile_end; ++t) score_tiles<Read, R, 1>(layout, tiles + t, q, scores + t * kTilePositions);
+  for (; t < tile_end; ++t) {
+    score_tiles<Read, R, 1>(layout, tiles + t, tiles + t, q, scores + t * kTilePositions);
+  }
 }
 
 // Turns the scores of one row into weights, in place, and gives their maximum and sum. Lanes of the tiles
