@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tellin.config import SpeculativeConfig
 from tellin.sampling_params import SamplingParams
 from tellin.step_protocol import GrammarOutput
 from tellin.worker.model_runner import ModelRunner
@@ -123,6 +124,34 @@ def test_a_grammar_in_between() -> None:
         assert set(d.outputs["r0"][4:7]) <= {4, 5, 6, 7}
 
     both(scenario)
+
+
+def test_with_a_drafter() -> None:
+    """Steps without drafts are steady although a drafter watches; it is asked in both cases."""
+    spec = SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)
+
+    def play(steady: bool) -> tuple[dict[str, list[int]], list[dict[str, list[int]]], bool]:
+        runner = ModelRunner(make_config(V, speculative=spec), FakeBackend(V))
+        if not steady:
+            runner._start_steady = lambda *args: None  # type: ignore[method-assign]
+        d = Driver(runner)
+        add_all(d)
+        proposals, used = [], False
+        for step in range(40):
+            scheduled = d.schedule()
+            scheduled.num_spec_tokens_to_schedule = 3 if step % 8 > 2 else 0
+            runner.execute_model(scheduled)
+            used = used or runner._steady is not None
+            output = runner.sample_tokens(None)
+            d.apply(scheduled, output)
+            proposals.append(output.draft_token_ids)
+            d.drafts = dict(output.draft_token_ids) if step % 8 > 5 else {}
+        return d.outputs, proposals, used
+
+    with_it, without = play(True), play(False)
+    assert with_it[:2] == without[:2]
+    assert with_it[2]
+    assert any(with_it[1])
 
 
 @pytest.mark.parametrize("count", [1, 3])

@@ -239,6 +239,7 @@ class ModelRunner:
             steady_output = steady.sample(self.sampler, logits)
             if steady_output is not None:
                 self._steady = steady
+                self._draft(step, steady.states, steady_output)
                 steady_output.model_time_s = seconds + time.perf_counter() - started
                 return steady_output
             result = steady.result
@@ -252,8 +253,11 @@ class ModelRunner:
                 output.errors[state.req_id] = state.error
         if self._prompt_logprobs:
             self._finish_prompts(inputs, output)
-        if self.drafter is not None and step.num_spec_tokens_to_schedule > 0:
-            self._draft(inputs, kept.kept, step.num_spec_tokens_to_schedule, output)
+        if self.drafter is not None:
+            states = self.batch.row_states
+            sampled = zip(inputs.sample_rows.tolist(), kept.kept, strict=True)
+            going_on = [states[row] for row, run in sampled if run]
+            self._draft(step, [s for s in going_on if s.req_id not in output.errors], output)
         if steady is None:
             self._start_steady(step, inputs, output)
         output.model_time_s = seconds + time.perf_counter() - started
@@ -267,7 +271,6 @@ class ModelRunner:
         if (
             self._rows_changed
             or step.structured_output_req_ids
-            or self.drafter is not None
             or self.processors.active
             or self._prompt_logprobs
             or output.errors
@@ -339,26 +342,16 @@ class ModelRunner:
                 output.prompt_logprobs[req_id] = table.finish()
 
     def _draft(
-        self,
-        inputs: StepInputs,
-        kept: list[list[int]],
-        num_drafts: int,
-        output: ModelRunnerOutput,
+        self, step: SchedulerOutput, states: list[RequestState], output: ModelRunnerOutput
     ) -> None:
-        """Draft for every request that got an id and goes on."""
-        assert self.drafter is not None
-        states = self.batch.row_states
-        going_on = [
-            states[row]
-            for row, run in zip(inputs.sample_rows.tolist(), kept, strict=True)
-            if run and states[row].req_id not in output.errors
-        ]
-        if not going_on:
+        """Draft for requests that got an id and go on, if drafts are wanted."""
+        num_drafts = step.num_spec_tokens_to_schedule
+        if self.drafter is None or num_drafts == 0 or not states:
             return
-        slots = np.array([state.slot for state in going_on], np.int32)
+        slots = np.array([state.slot for state in states], np.int32)
         drafts = self.drafter.propose(slots, num_drafts)
         output.draft_token_ids = {
-            state.req_id: ids for state, ids in zip(going_on, drafts, strict=True) if ids
+            state.req_id: ids for state, ids in zip(states, drafts, strict=True) if ids
         }
 
 

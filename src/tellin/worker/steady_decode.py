@@ -37,9 +37,9 @@ class SteadyDecode:
         """
         self._batch = batch
         self._req_ids = req_ids
-        self._states = [batch.states[req_id] for req_id in req_ids]
+        self.states = [batch.states[req_id] for req_id in req_ids]
         count = len(req_ids)
-        slots = np.array([state.slot for state in self._states], np.int32)
+        slots = np.array([state.slot for state in self.states], np.int32)
         known = batch.num_tokens[slots]
         max_len = int(known.max())
         self._slots = slots
@@ -71,7 +71,7 @@ class SteadyDecode:
     def advance(self, step: SchedulerOutput) -> bool:
         """Move on to this step if it is steady; False leaves everything as it was."""
         cached = step.scheduled_cached_reqs
-        count = len(self._states)
+        count = len(self.states)
         if (
             len(cached) != count
             or step.total_num_scheduled_tokens != count
@@ -104,11 +104,11 @@ class SteadyDecode:
     def _take_blocks(self, step: SchedulerOutput) -> bool:
         """Append new blocks to both tables; False if the spare columns are used up."""
         cached = step.scheduled_cached_reqs
-        for data, state in zip(cached, self._states, strict=True):
+        for data, state in zip(cached, self.states, strict=True):
             if state.num_blocks + len(data.new_block_ids) > self._width:
                 return False
         table = self.inputs.step.block_table
-        for row, (data, state) in enumerate(zip(cached, self._states, strict=True)):
+        for row, (data, state) in enumerate(zip(cached, self.states, strict=True)):
             if data.new_block_ids:
                 start = state.num_blocks
                 self._batch.append_blocks(state, data.new_block_ids)
