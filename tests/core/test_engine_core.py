@@ -322,6 +322,31 @@ def test_abort_during_a_step_applies_before_results() -> None:
     driver.check_idle()
 
 
+def test_a_late_abort_does_not_hit_the_next_request_of_that_name() -> None:
+    """COR-80, P25: an abort travels twice; the copy for the running step is used up with it."""
+    driver = Driver()
+    driver.add("a", unlike(1, 3), 9)
+    driver.step()
+    driver.core.abort_during_step(["a"])
+    driver.core.abort_requests(["a"])
+    driver.add("a", unlike(2, 3), 9)
+    driver.run()
+    driver.check_lone("a", 9)
+
+
+def test_abort_from_a_callback_of_the_step() -> None:
+    """On the stepping thread itself, while the step is in flight."""
+    driver = Driver()
+    driver.add("a", unlike(1, 3), 9)
+    driver.add("b", unlike(2, 3), 9)
+    driver.executor.fail_on_step = lambda step: driver.core.abort_requests(["a"])
+    driver.step()
+    driver.executor.fail_on_step = None
+    driver.run()
+    driver.check_lone("b", 9)
+    assert driver.tokens["a"] == []
+
+
 def test_abort_during_a_step_of_an_idle_engine() -> None:
     driver = Driver()
     driver.core.abort_during_step(["nobody"])
@@ -386,6 +411,85 @@ def test_a_broken_executor_kills_the_engine() -> None:
     driver.executor.fail_on_step = lambda step: ValueError("gone")
     with pytest.raises(EngineDeadError, match="gone"):
         driver.core.step()
+
+
+def test_a_dead_engine_stays_dead() -> None:
+    """10.1.2: every later call gets the same error at once."""
+    driver = Driver()
+    driver.add("r", unlike(1, 5), 4)
+    driver.executor.healthy = False
+    driver.executor.fail_on_step = lambda step: ValueError("gone")
+    with pytest.raises(EngineDeadError):
+        driver.core.step()
+    for call in (driver.core.step, lambda: driver.add("s", [1], 1)):
+        with pytest.raises(EngineDeadError, match="gone"):
+            call()
+
+
+def test_ctrl_c_in_the_model_ends_the_step_only() -> None:
+    """A KeyboardInterrupt passes through; what was in the step ends, the engine goes on."""
+    driver = Driver(max_num_seqs=1)
+    driver.add("a", unlike(1, 5), 4)
+    driver.add("b", unlike(2, 5), 4)
+    driver.executor.fail_on_step = lambda step: KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        driver.step()
+    driver.executor.fail_on_step = None
+    driver.run()
+    assert driver.finish["a"] is FinishReason.ERROR
+    driver.check_lone("b", 4)
+    driver.check_idle()
+
+
+def test_a_sampler_that_raises_leaves_nothing_pending() -> None:
+    driver = Driver(max_num_seqs=1)
+    driver.add("a", unlike(1, 5), 4)
+    driver.add("b", unlike(2, 5), 4)
+
+    def broken(request_id: str, ids: list[int]) -> int:
+        driver.executor.sampled = None
+        raise ValueError("sampler")
+
+    driver.executor.sampled = broken
+    driver.run()
+    assert driver.finish["a"] is FinishReason.ERROR
+    driver.check_lone("b", 4)
+
+
+@pytest.mark.parametrize("place", ["_schedule_decodes", "_build_output", "apply", "admit", "pop"])
+@pytest.mark.parametrize("after", [True, False])
+def test_ctrl_c_in_the_scheduler_is_survived(place: str, after: bool) -> None:
+    """Wherever the interrupt hits, the next step finds a consistent engine."""
+    driver = Driver(max_num_seqs=3, max_num_batched_tokens=16)
+    for i in range(6):
+        driver.add(f"r{i}", unlike(i, 9), 6)
+    driver.step()
+    driver.step()
+    scheduler = driver.scheduler
+    owner: Any = {
+        "apply": scheduler.results,
+        "admit": scheduler.kv_cache_manager,
+        "pop": scheduler.room,
+    }.get(place, scheduler)
+    original = getattr(owner, place)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        setattr(owner, place, original)
+        if after:
+            original(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    setattr(owner, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        driver.run()
+    driver.core.abort_requests(["unknown"])
+    driver.run()
+    driver.check_idle()
+    assert len(driver.finish) == 6
+    done = [i for i, reason in driver.finish.items() if reason is FinishReason.LENGTH]
+    assert len(done) >= 2
+    for request_id in done:
+        driver.check_lone(request_id, 6)
 
 
 def test_utility_calls() -> None:

@@ -7,6 +7,7 @@ built and torn down. Sees ids and parameters only. One thread steps it; `abort_d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -61,6 +62,8 @@ class EngineCore:
         self.executor: Executor | None = None
         self.scheduler: Scheduler | None = None
         self.structured_output_manager: StructuredOutputManager | None = None
+        self._death: str | None = None
+        self._is_stepping = False
         self._aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         self._idle_callbacks: list[Callable[[], None]] = []
         self._lora_generations: dict[str, int] = {}
@@ -190,8 +193,17 @@ class EngineCore:
         scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
-        """End requests without a further output. Unknown ids are ignored."""
-        self._live()[0].finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        """End requests without a further output. Unknown ids are ignored.
+
+        From within a step (a callback) it takes effect before results are applied.
+        """
+        if self._is_stepping:
+            self.abort_during_step(request_ids)
+            return
+        scheduler, _ = self._live()
+        self._recover_if_interrupted(scheduler)
+        self._apply_aborts(scheduler)  # or they might hit a later request with the same id
+        scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
 
     def abort_during_step(self, request_ids: Iterable[str]) -> None:
         """Like `abort_requests`, from any thread; takes effect before results are applied."""
@@ -219,17 +231,25 @@ class EngineCore:
             EngineDeadError: the model failed and the executor is not intact.
         """
         scheduler, _ = self._live()
-        self._apply_aborts()
+        self._recover_if_interrupted(scheduler)
+        self._apply_aborts(scheduler)
         if not scheduler.has_requests():
             return {}, False
+        self._is_stepping = True
+        try:
+            return self._run_step(scheduler)
+        finally:
+            self._is_stepping = False
+
+    def _run_step(self, scheduler: Scheduler) -> tuple[dict[int, EngineCoreOutputs], bool]:
         scheduler_output = scheduler.schedule()
         start = time.monotonic()
         try:
             model_output = self._execute(scheduler_output)
-        except Exception as error:
+        except BaseException as error:
             self._fail_step(scheduler_output, error)
             return scheduler.take_pending_outputs(), False
-        self._apply_aborts()
+        self._apply_aborts(scheduler)
         outputs = scheduler.update_from_output(scheduler_output, model_output)
         executed = scheduler_output.total_num_scheduled_tokens > 0
         if executed:
@@ -257,21 +277,35 @@ class EngineCore:
             future.result()
         return executor.sample_tokens(grammar_output)
 
-    def _apply_aborts(self) -> None:
+    def _apply_aborts(self, scheduler: Scheduler) -> None:
         while not self._aborts.empty():
-            self.abort_requests(self._aborts.get())
+            scheduler.finish_requests(self._aborts.get(), RequestStatus.FINISHED_ABORTED)
 
-    def _fail_step(self, scheduler_output: SchedulerOutput, error: Exception) -> None:
-        """End what was in a step that raised; give up if the executor is broken."""
+    def _recover_if_interrupted(self, scheduler: Scheduler) -> None:
+        """Ctrl-C may have hit the scheduler's own code in the last step."""
+        if scheduler.plan is not None:
+            scheduler.recover("the step was interrupted")
+
+    def _fail_step(self, scheduler_output: SchedulerOutput, error: BaseException) -> None:
+        """End what was in a step that raised; the engine goes on if the executor is intact.
+
+        Raises:
+            EngineDeadError: it is not.
+            BaseException: ``error`` again, if it was an interrupt and not a failure.
+        """
         assert self.executor is not None
-        logger.exception("step failed: %s", describe_step(scheduler_output))
-        scheduler, _ = self._live()
         message = f"the step failed: {type(error).__name__}: {error}"
-        scheduler.fail_step(scheduler_output, message)
+        self._live()[0].fail_step(scheduler_output, message)
+        with contextlib.suppress(Exception):
+            self.executor.sample_tokens(None)  # a forward pass that did run is not left pending
+        if not isinstance(error, Exception):
+            raise error
+        logger.error("step failed: %s", describe_step(scheduler_output), exc_info=error)
         try:
             self.executor.check_health()
         except Exception as cause:
-            raise EngineDeadError(f"{message} ({cause})") from error
+            self._death = f"{message} ({cause})"
+            raise EngineDeadError(self._death) from error
 
     def post_step(self, executed: bool) -> None:
         """Called after every step by the loop that drives this core; a hook for subclasses."""
@@ -460,6 +494,8 @@ class EngineCore:
     def _live(self) -> tuple[Scheduler, StructuredOutputManager]:
         if self.scheduler is None or self.structured_output_manager is None:
             raise EngineDeadError("it was shut down")
+        if self._death is not None:
+            raise EngineDeadError(self._death)
         return self.scheduler, self.structured_output_manager
 
     def shutdown(self) -> None:

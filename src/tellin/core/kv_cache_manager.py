@@ -230,7 +230,20 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give back all blocks, the end of the sequence first in line for eviction. Idempotent."""
         self.pool.free_blocks(reversed(request.block_ids))
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """Empty the block table without telling the pool."""
         request.block_ids = []
         request.num_slots = 0
         request.num_cached_blocks = 0
         request.next_publish_at = NEVER
+
+    def rebuild_pool(self) -> None:
+        """Begin anew with an empty pool, whatever state the old one is in."""
+        self.pool = BlockPool(self.pool.num_blocks, self.enable_caching, self.metrics, self.events)
+        self.prefix_cache_stats.mark_reset()
+        if self.metrics is not None:
+            self.metrics.reset()
+        if self.events is not None:
+            self.events.all_blocks_cleared()

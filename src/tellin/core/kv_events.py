@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 MEDIUM = "CPU"
-MAX_PENDING_EVENTS = 100_000
+MAX_PENDING_EVENTS = 10_000
 
 
 def external_hash(block_hash: bytes) -> int:

@@ -57,6 +57,9 @@ class InFlightPrefixes:
             return None
         return owner, end * self._block_size
 
+    def clear(self) -> None:
+        self._owner.clear()
+
     def owners(self) -> set[Request]:
         return set(self._owner.values())
 

@@ -214,7 +214,7 @@ class Scheduler:
         if self.plan is not None:
             raise RuntimeError("schedule() was called while a step is in flight")
         self.current_step += 1
-        plan = StepPlan(self.max_num_scheduled_tokens, self.current_step)
+        plan = self.plan = StepPlan(self.max_num_scheduled_tokens, self.current_step)
         if self.room.blocked:
             self._poll_blocked()
         if self.pause_state is not PauseState.PAUSED_ALL:
@@ -225,7 +225,6 @@ class Scheduler:
                 self.admission.run(plan, self.running, preempted_only)
             for request in capped:
                 self._top_up(request, plan)
-        self.plan = plan
         output = self._build_output(plan)
         if self.check_invariants:
             check_step(self, output)
@@ -414,15 +413,17 @@ class Scheduler:
 
         ``model_output`` is None for a step in which nothing was scheduled.
         """
-        plan = self.take_plan(scheduler_output)
+        plan = self._get_plan(scheduler_output)
         outputs = self.results.apply(plan, model_output)
+        self.plan = None
         if self.check_invariants:
             check_invariants(self)
         return self.results.package(outputs, plan, model_output)
 
     def fail_step(self, scheduler_output: SchedulerOutput, error: str) -> None:
         """The step did not run. What was in it ends with ERROR; the next step delivers that."""
-        plan = self.take_plan(scheduler_output)
+        plan = self._get_plan(scheduler_output)
+        self.plan = None
         ids = [r.request_id for r in plan.requests if r.status is _RUNNING]
         # What the workers should have learned from this step they learn from the next.
         self.finished_req_ids |= scheduler_output.finished_req_ids
@@ -431,14 +432,39 @@ class Scheduler:
         if self.check_invariants:
             check_invariants(self)
 
-    def take_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        plan, self.plan = self.plan, None
+    def _get_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        plan = self.plan
         if plan is None or plan.step_counter != scheduler_output.step_counter:
             raise RuntimeError(
                 f"step {scheduler_output.step_counter} is not in flight: results must be given "
                 "once, in the order in which steps were scheduled"
             )
         return plan
+
+    def recover(self, error: str) -> None:
+        """Bring the state in order after an exception (Ctrl-C) in the middle of its own code.
+
+        Every request that is not safely in line ends with ERROR. With that no block is in use, and
+        the pool and the prefix cache begin anew.
+        """
+        self.plan = None
+        self.running = []
+        self.admission.prefixes.clear()
+        self.kv_cache_manager.rebuild_pool()
+        in_line = {r.request_id for r in (*self.room.waiting, *self.room.preempted)}
+        lost = []
+        for request in self.requests.values():
+            self.kv_cache_manager.forget(request)
+            request.num_computed_tokens = 0
+            request.spec_token_ids = []
+            request.in_flight_range = None
+            request.prefix_waiters = []
+            blocked = self.room.blocked.get(request.request_id) is request
+            if blocked and request.structured_output_request is None:
+                self.room.unblock(request)
+            elif not blocked and request.request_id not in in_line:
+                lost.append(request.request_id)
+        self.finish_requests(lost, RequestStatus.FINISHED_ERROR, error=error, emit=True)
 
     def take_pending_outputs(self) -> dict[int, EngineCoreOutputs]:
         """Last outputs of requests that were ended between steps."""
@@ -494,6 +520,8 @@ class Scheduler:
 
     def shutdown(self) -> None:
         """Forget everything. Idempotent."""
+        if self.plan is not None:
+            self.recover("the engine was shut down")
         self.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self.results.take_pending()
 
