@@ -254,14 +254,8 @@ class EngineArgs:
     distributed_executor_backend: Any = None
     """uni, mp, ray, an executor class, or its import path; None = uni."""
 
-    enable_lora: bool = False
-    max_lora_rank: int = 16
-    max_loras: int = 1
-    max_cpu_loras: int | None = None
-
     speculative_config: dict[str, Any] | SpeculativeConfig | None = None
     structured_outputs_config: dict[str, Any] | StructuredOutputsConfig | None = None
-    reasoning_parser: str | None = None
 
     disable_log_stats: bool = False
     otlp_traces_endpoint: str | None = None
@@ -315,6 +309,8 @@ ENGINE_ARGS_WITHOUT_EFFECT = frozenset({"enforce_eager", "trust_remote_code"})
 never run, whatever the value."""
 
 _UNSUPPORTED_ENGINE_ARGS = {
+    "enable_lora": "LoRA adapters cannot be applied yet; merge the adapter into the model",
+    "reasoning_parser": "thinking models get no special treatment; their thoughts are text",
     "quantization": "weights are used as they are stored; open an already quantised file",
     "cpu_offload_gb": "weights already live in main memory",
     "swap_space": "preempted requests are recomputed, not swapped",

@@ -124,6 +124,9 @@ def test_bad_values_are_refused_by_name(name: str, bad: list[Any]) -> None:
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"runner": "pooling"},
+        {"enable_lora": True},
+        {"reasoning_parser": "think"},
+        {"structured_outputs_config": {"reasoning_parser": "think"}},
     ],
 )
 def test_what_cannot_be_done_is_said(values: dict[str, Any]) -> None:
@@ -164,12 +167,8 @@ def test_nested_configs() -> None:
     assert create(speculative_config=speculative).speculative_config == SpeculativeConfig(
         "ngram", 4
     )
-    assert create(enable_lora=True, max_loras=3).lora_config is not None
-    config = create(
-        structured_outputs_config={"disable_any_whitespace": True}, reasoning_parser="think"
-    )
+    config = create(structured_outputs_config={"disable_any_whitespace": True})
     assert config.structured_outputs_config.disable_any_whitespace
-    assert config.structured_outputs_config.reasoning_parser == "think"
     draft = {"method": "draft_model", "num_speculative_tokens": 4}
     with pytest.raises(InvalidParameterError, match="model"):
         create(speculative_config=draft)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tellin.config import LoRAConfig, ParallelConfig, StructuredOutputsConfig
+from tellin.config import LoRAConfig, ParallelConfig
 from tellin.engine.input_processor import InputProcessor
 from tellin.engine.prompts import RenderedPrompt, TokenizeParams
 from tellin.engine.renderer import ChatParams, Renderer
@@ -329,12 +329,10 @@ def test_inp30_default_pooling_task() -> None:
         process(gate(), params=PoolingParams(dimensions=4), tasks=("classify",))
 
 
-def test_inp5_thinking_budget_needs_a_parser() -> None:
+def test_inp5_thinking_budget_is_refused_not_ignored() -> None:
     params = SamplingParams(thinking_token_budget=5)
-    with pytest.raises(UnsupportedFeatureError, match="reasoning"):
+    with pytest.raises(UnsupportedFeatureError, match="thinking_token_budget"):
         process(gate(), params=params)
-    config = StructuredOutputsConfig(reasoning_parser="think")
-    process(gate(structured_outputs_config=config), params=params)
 
 
 def test_s24_inp7_lora() -> None:

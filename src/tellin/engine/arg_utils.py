@@ -17,7 +17,6 @@ from tellin.config import (
     CacheConfig,
     EngineArgs,
     EngineConfig,
-    LoRAConfig,
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
@@ -79,7 +78,6 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
             metrics_prefix=args.metrics_prefix,
         ),
         structured_outputs_config=_structured_outputs_config(args),
-        lora_config=_lora_config(args),
         speculative_config=_speculative_config(args),
         shutdown_timeout_s=check_float("shutdown_timeout_s", args.shutdown_timeout_s, 0, 1e6),
     )
@@ -288,21 +286,12 @@ def _structured_outputs_config(args: EngineArgs) -> StructuredOutputsConfig:
     config = _from_dict(
         "structured_outputs_config", StructuredOutputsConfig, args.structured_outputs_config
     )
-    config = config or StructuredOutputsConfig()
-    if args.reasoning_parser is not None:
-        config = dataclasses.replace(config, reasoning_parser=args.reasoning_parser)
-    return config
-
-
-def _lora_config(args: EngineArgs) -> LoRAConfig | None:
-    if not args.enable_lora:
-        return None
-    max_loras = check_int("max_loras", args.max_loras, 1)
-    return LoRAConfig(
-        max_lora_rank=check_int("max_lora_rank", args.max_lora_rank, 1),
-        max_loras=max_loras,
-        max_cpu_loras=check_int("max_cpu_loras", args.max_cpu_loras or max_loras, max_loras),
-    )
+    if config is not None and config.reasoning_parser is not None:
+        raise UnsupportedFeatureError(
+            f"structured_outputs_config.reasoning_parser={config.reasoning_parser!r} is not "
+            "supported: thinking models get no special treatment"
+        )
+    return config or StructuredOutputsConfig()
 
 
 def _speculative_config(args: EngineArgs) -> SpeculativeConfig | None:

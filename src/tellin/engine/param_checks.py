@@ -44,13 +44,10 @@ def check_sampling_params(
             parameter="n",
             value=params.n,
         )
-    if (
-        params.thinking_token_budget is not None
-        and config.structured_outputs_config.reasoning_parser is None
-    ):
+    if params.thinking_token_budget is not None:
         raise UnsupportedFeatureError(
-            "thinking_token_budget needs a reasoning parser; "
-            "start the engine with reasoning_parser set"
+            "thinking_token_budget is not supported: nothing here knows where a model's thoughts "
+            "begin and end; leave it out"
         )
     if not has_tokenizer:
         _check_needs_no_tokenizer(params)

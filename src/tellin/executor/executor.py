@@ -187,7 +187,8 @@ class Executor(ABC):
         """The model's tokenizer, for grammars; loaded anew with every call."""
         from tellin.loading import load_tokenizer
 
-        return load_tokenizer(self.config.model_config.path)
+        model_config = self.config.model_config
+        return load_tokenizer(model_config.tokenizer_path or model_config.path)
 
     @property
     def vocab_size(self) -> int:
