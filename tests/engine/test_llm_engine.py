@@ -495,6 +495,8 @@ def test_eng42_aborts_of_unknown_ids_are_harmless(make_engine: EngineMaker) -> N
     handle = engine.add_request("x", "abc", SamplingParams())
     assert len(engine.abort_request(handle)) == 1
     assert engine.abort_request(handle) == []
+    (sent,) = make_engine.client.calls[-2][1]
+    assert type(sent) is str, "a plain string, that can travel to another process"
 
 
 def test_s49_dummy_batch_comes_first(make_engine: EngineMaker) -> None:

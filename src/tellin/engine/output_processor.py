@@ -152,7 +152,8 @@ class OutputProcessor:
                 parent = self.parent_requests[request_id]
                 resolved.update(dict.fromkeys(sorted(parent.child_requests)))
             elif request_id in self.request_states:
-                resolved[request_id] = None
+                # Its own string: the caller's may be of a subclass that cannot travel.
+                resolved[self.request_states[request_id].request_id] = None
         outputs: list[Output] = []
         for request_id in resolved:
             state = self.request_states[request_id]
