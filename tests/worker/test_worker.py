@@ -72,8 +72,12 @@ def test_4_8_sleep_gives_memory_back(worker: Worker, level: int) -> None:
     weights = 90 * MIB if level == 2 else 0
     assert awake - asleep > 0.8 * pool + 0.8 * weights
     assert worker.is_sleeping
+    empty = Driver(worker).schedule()
+    worker.execute_model(empty)  # what has ended is forgotten while it sleeps, too
+    worker.sample_tokens(None)
+    empty.total_num_scheduled_tokens = 1
     with pytest.raises(EngineError, match="sleeps"):
-        worker.execute_model(Driver(worker).schedule())
+        worker.execute_model(empty)
     worker.sleep(level)
     worker.wake_up()
     assert not worker.is_sleeping

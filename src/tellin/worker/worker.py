@@ -89,12 +89,12 @@ class Worker:
     # ------------------------------------------------------------------ steps
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
-        """Run the forward pass of a step.
+        """Run the forward pass of a step. One without tokens only forgets what has ended.
 
         Raises:
-            EngineError: the worker sleeps.
+            EngineError: the worker sleeps and the step has tokens.
         """
-        if self._asleep:
+        if self._asleep and scheduler_output.total_num_scheduled_tokens:
             raise EngineError(
                 f"the worker sleeps ({', '.join(sorted(self._asleep))} put away); "
                 "call wake_up first"
