@@ -8,9 +8,11 @@ file descriptor 1 is pointed at stderr before an engine is imported.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
+import signal
 import sys
 import time
 import traceback
@@ -65,6 +67,13 @@ def random_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
     return [rng.randrange(low, vocab_size) for _ in range(count)]
 
 
+def _end_with_parent() -> None:
+    """A driver is stopped most of the time: it would outlive a parent that was killed."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def _private_stdout() -> TextIO:
     answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
@@ -96,6 +105,7 @@ def main(make_driver: Callable[[], Driver]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--first-token", metavar="MODEL")
     args = parser.parse_args()
+    _end_with_parent()
     answers = _private_stdout()
     if args.first_token is None:
         _serve(make_driver(), answers)

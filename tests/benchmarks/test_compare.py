@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from benchmarks import ceilings, compare, diff, engines, overhead, report, scheduler_cost
 from benchmarks.cases import Case
 from benchmarks.engines import Engine, EngineFailedError, EngineSpec
+from benchmarks.machine import ROOT
 from benchmarks.models import BenchModel
 
 PREFILL = Case("prefill", num_tokens=100)
@@ -56,7 +58,10 @@ def spec(name: str) -> EngineSpec:
 
 
 def process_state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
 
 
 @pytest.mark.usefixtures("fake")
@@ -92,6 +97,27 @@ def test_a_dead_engine_is_an_error_and_no_hang() -> None:
             engine.measure(PREFILL.to_json(), 1)
     finally:
         engine.close()
+
+
+def test_engines_end_with_a_killed_parent() -> None:
+    """A stopped engine cannot see that its pipe has closed."""
+    code = (
+        "import sys; from benchmarks import engines as e; "
+        "e.DRIVERS['x'] = ('json', ['tests.benchmarks.fake_driver', '1']); "
+        "print(e.Engine(e.EngineSpec('x', sys.executable)).call('info')['pid'], flush=True); "
+        "sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=pipe, stdout=pipe, cwd=ROOT
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    deadline = time.monotonic() + 5
+    while process_state(pid) not in {"gone", "Z"}:
+        assert time.monotonic() < deadline, "the engine lives on"
+        time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("fake")
