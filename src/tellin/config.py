@@ -79,6 +79,11 @@ class CacheConfig:
     prefix_caching_hash_algo: str = "sha256"
     enable_kv_cache_events: bool = False
     kv_cache_metrics_sample: float = 0.01
+    kv_events_endpoint: str | None = None
+    """ZeroMQ endpoint on which KV events are published, e.g. ``tcp://*:5557``; None = nowhere."""
+    kv_events_replay_endpoint: str | None = None
+    """Endpoint at which a subscriber asks for events it missed."""
+    kv_events_topic: str = ""
 
 
 @dataclass(frozen=True)
@@ -231,6 +236,11 @@ class EngineArgs:
     prefix_caching_hash_algo: str = "sha256"
     enable_kv_cache_events: bool = False
     kv_cache_metrics_sample: float = 0.01
+    kv_events_endpoint: str | None = None
+    """ZeroMQ endpoint on which KV cache events are published, e.g. ``tcp://*:5557``."""
+    kv_events_replay_endpoint: str | None = None
+    """ZeroMQ endpoint at which a subscriber asks for events it missed."""
+    kv_events_topic: str = ""
 
     max_num_batched_tokens: int | None = None
     """Most tokens computed in one step; None = 2048, at least one block, at most what is useful."""

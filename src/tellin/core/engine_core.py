@@ -34,6 +34,7 @@ from tellin.protocol import EngineCoreOutputs, EngineCoreReady, EngineCoreReques
 from tellin.step_protocol import ModelRunnerOutput, SchedulerOutput
 
 if TYPE_CHECKING:
+    from tellin.core.kv_event_publisher import KVEventPublisher
     from tellin.executor.executor import Executor
 
 logger = logging.getLogger("tellin.core")
@@ -62,6 +63,7 @@ class EngineCore:
         self.executor: Executor | None = None
         self.scheduler: Scheduler | None = None
         self.structured_output_manager: StructuredOutputManager | None = None
+        self._kv_event_publisher: KVEventPublisher | None = None
         self._death: str | None = None
         self._is_stepping = False
         self._aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
@@ -98,6 +100,15 @@ class EngineCore:
         self.scheduler = Scheduler(
             config, sizes.num_blocks, self.structured_output_manager, self.log_stats
         )
+        cache_config = config.cache_config
+        if cache_config.kv_events_endpoint is not None:
+            from tellin.core.kv_event_publisher import KVEventPublisher
+
+            self._kv_event_publisher = KVEventPublisher(
+                cache_config.kv_events_endpoint,
+                cache_config.kv_events_replay_endpoint,
+                cache_config.kv_events_topic,
+            )
         info = executor.collective_rpc("get_info")[0]
         self.ready = EngineCoreReady(
             tellin_version=importlib.metadata.version("tellin"),
@@ -251,6 +262,8 @@ class EngineCore:
             return scheduler.take_pending_outputs(), False
         self._apply_aborts(scheduler)
         outputs = scheduler.update_from_output(scheduler_output, model_output)
+        if self._kv_event_publisher is not None:
+            self._kv_event_publisher.publish(self.take_kv_events())
         executed = scheduler_output.total_num_scheduled_tokens > 0
         if executed:
             _stamp_step_time(outputs, time.monotonic() - start)
@@ -503,7 +516,8 @@ class EngineCore:
         manager, self.structured_output_manager = self.structured_output_manager, None
         scheduler, self.scheduler = self.scheduler, None
         executor, self.executor = self.executor, None
-        for part in (manager, scheduler, executor):
+        publisher, self._kv_event_publisher = self._kv_event_publisher, None
+        for part in (manager, scheduler, executor, publisher):
             if part is None:
                 continue
             try:

@@ -215,8 +215,11 @@ def _cache_config(args: EngineArgs) -> CacheConfig:
         kv_cache_dtype=args.kv_cache_dtype,
         enable_prefix_caching=args.enable_prefix_caching,
         prefix_caching_hash_algo=args.prefix_caching_hash_algo,
-        enable_kv_cache_events=args.enable_kv_cache_events,
+        enable_kv_cache_events=args.enable_kv_cache_events or args.kv_events_endpoint is not None,
         kv_cache_metrics_sample=args.kv_cache_metrics_sample,
+        kv_events_endpoint=args.kv_events_endpoint,
+        kv_events_replay_endpoint=args.kv_events_replay_endpoint,
+        kv_events_topic=args.kv_events_topic,
     )
 
 
