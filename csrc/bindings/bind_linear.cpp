@@ -44,8 +44,9 @@ const LinearKernels* find_kernels(const std::string& isa) {
 // A packed weight matrix of one variant.
 class PackedLinear {
  public:
-  PackedLinear(const std::string& isa, int quant_type, const Bytes& data, int64_t n, int64_t k, bool high)
-      : kernels_(find_kernels(isa)), precision_(high ? ActPrecision::kFloat32 : ActPrecision::kInt8) {
+  PackedLinear(const std::string& isa, int quant_type, const Bytes& data, int64_t n, int64_t k,
+               const std::string& precision)
+      : kernels_(find_kernels(isa)), precision_(act_precision_named(precision)) {
     const auto type = static_cast<QuantType>(quant_type);
     const size_t group_bytes = kernels_->packed_group_bytes(type, k, precision_);
     if (group_bytes == 0) throw std::invalid_argument("no packed layout for this type, k and precision");
@@ -70,12 +71,13 @@ class PackedLinear {
       kernels_->linear_f32(matrix_, x.data(), matrix_.k, m0, m1, g0, g1, out.data(), matrix_.n);
       return;
     }
-    const size_t row_bytes = kernels_->quantized_row_bytes(matrix_.k);
+    const size_t row_bytes = kernels_->quantized_row_bytes(matrix_.k, precision_);
     const AlignedBytes storage = allocate_aligned(row_bytes * static_cast<size_t>(rows));
     const QuantizedRows quantized = {storage.get(), static_cast<int64_t>(row_bytes)};
     for (int64_t m = 0; m < rows; ++m)
-      kernels_->quantize_row(x.data() + m * matrix_.k, matrix_.k, m, quantized);
-    kernels_->linear_int8(matrix_, quantized, m0, m1, g0, g1, out.data(), matrix_.n);
+      kernels_->quantize_row(precision_, x.data() + m * matrix_.k, matrix_.k, m, quantized);
+    const auto linear = precision_ == ActPrecision::kInt8 ? kernels_->linear_int8 : kernels_->linear_int16;
+    linear(matrix_, quantized, m0, m1, g0, g1, out.data(), matrix_.n);
   }
 
   int64_t num_groups() const { return matrix_.num_groups; }
@@ -105,13 +107,20 @@ void dequantize_rows(const std::string& isa, int quant_type, const Bytes& data, 
 
 }  // namespace
 
+ActPrecision act_precision_named(const std::string& name) {
+  if (name == "int8") return ActPrecision::kInt8;
+  if (name == "int16") return ActPrecision::kInt16;
+  if (name == "float32") return ActPrecision::kFloat32;
+  throw std::invalid_argument("unknown precision '" + name + "'; known: int8, int16, float32");
+}
+
 void bind_linear(nb::module_& m) {
   m.def("linear_variants", &variant_names, "Kernel variants this machine runs, best first.");
   m.def("dequantize_rows", &dequantize_rows, "isa"_a, "quant_type"_a, "data"_a, "out"_a,
         "Dequantises the rows of a file tensor (uint8 bytes) to out: [rows, k] float32.");
   nb::class_<PackedLinear>(m, "PackedLinear", "A weight matrix packed for one kernel variant.")
-      .def(nb::init<const std::string&, int, const Bytes&, int64_t, int64_t, bool>(), "isa"_a, "quant_type"_a,
-           "data"_a, "n"_a, "k"_a, "high_precision"_a = false)
+      .def(nb::init<const std::string&, int, const Bytes&, int64_t, int64_t, const std::string&>(), "isa"_a, "quant_type"_a,
+           "data"_a, "n"_a, "k"_a, "precision"_a = "int8")
       .def("run", &PackedLinear::run, "x"_a, "out"_a, "m0"_a, "m1"_a, "g0"_a, "g1"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("num_groups", &PackedLinear::num_groups)

@@ -64,16 +64,17 @@ void Program::State::append(const RowOp& op, Buffer& target) {
 }
 
 void Program::State::wrote(const Buffer& target) {
-  int8_valid.erase(std::remove(int8_valid.begin(), int8_valid.end(), &target), int8_valid.end());
+  quantized_valid.erase(std::remove(quantized_valid.begin(), quantized_valid.end(), &target), quantized_valid.end());
 }
 
 void Program::State::quantize(Buffer& x) {
-  if (std::find(int8_valid.begin(), int8_valid.end(), &x) != int8_valid.end()) return;
+  if (std::find(quantized_valid.begin(), quantized_valid.end(), &x) != quantized_valid.end()) return;
   x.quantized = true;
   RowOp op = make(RowOp::Kind::kQuantize);
+  op.precision = precision;
   op.x = &x;
   chain(x.rows).append(op);
-  int8_valid.push_back(&x);
+  quantized_valid.push_back(&x);
 }
 
 size_t Program::State::shape_index(const AttentionShape& shape) {
@@ -241,7 +242,7 @@ void Program::linear(int x, const std::vector<Part>& parts, int residual) {
   require(residual < 0 || parts.size() == 1, "linear: a residual needs a single part");
   Buffer& input = state_->buffer(x);
   // Parts of both precisions (a float matrix among quantised ones) are two stages.
-  for (ActPrecision precision : {ActPrecision::kInt8, ActPrecision::kFloat32}) {
+  for (ActPrecision precision : {state_->precision, ActPrecision::kFloat32}) {
     std::vector<LinearPart> chosen;
     for (const Part& part : parts) {
       const Weight& weight = checked_weight(part.weight, input);
@@ -264,6 +265,7 @@ void Program::linear(int x, const std::vector<Part>& parts, int residual) {
       chosen.push_back(lowered);
     }
     add_linear(input, precision, std::move(chosen));
+    if (state_->precision == ActPrecision::kFloat32) break;
   }
 }
 
@@ -303,7 +305,7 @@ const Program::Weight& Program::checked_weight(int id, const Buffer& input) cons
 
 void Program::add_linear(Buffer& input, ActPrecision precision, std::vector<LinearPart> parts) {
   if (parts.empty()) return;
-  if (precision == ActPrecision::kInt8) state_->quantize(input);
+  if (precision != ActPrecision::kFloat32) state_->quantize(input);
   for (const LinearPart& part : parts) state_->wrote(*part.out);
   state_->stages.push_back(
       {std::make_unique<LinearStage>(state_->kernels, num_threads(), &input, precision, std::move(parts)),

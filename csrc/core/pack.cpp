@@ -195,8 +195,12 @@ void pack_group(QuantType type, const uint8_t* src, int64_t rows, int64_t k, uin
 size_t packed_group_bytes(QuantType type, int64_t k, ActPrecision precision) {
   const BlockShape shape = block_shape(type);
   if (shape.elements == 0 || k <= 0 || k % shape.elements != 0) return 0;
-  if (precision == ActPrecision::kInt8 && !format_of(type).is_quantized()) return 0;
+  if (precision != ActPrecision::kFloat32 && !format_of(type).is_quantized()) return 0;
   return packed_group_size(type, k);
+}
+
+size_t quantized_row_bytes(int64_t k, ActPrecision precision) {
+  return act_row_bytes(k, precision == ActPrecision::kInt16);
 }
 
 int32_t layout_id(QuantType type, ActPrecision) {

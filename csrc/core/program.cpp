@@ -88,7 +88,7 @@ Program::Program(const Options& options)
   state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa)};
   require(state_->kernels.vector != nullptr && state_->kernels.attention != nullptr,
           "isa '" + std::string(isa) + "' has no row kernels in this build");
-  state_->high_precision = options.high_precision;
+  state_->precision = options.precision;
   require(options.num_threads >= 1 && options.num_threads <= ThreadTeam::kMaxThreads,
           "num_threads must be between 1 and " + std::to_string(ThreadTeam::kMaxThreads));
   state_->scratch = std::vector<AttentionScratch>(static_cast<size_t>(options.num_threads));
@@ -118,7 +118,7 @@ int Program::add_weight(const TensorView& tensor) {
   auto weight = std::make_unique<Weight>();
   weight->source = tensor;
   weight->precision =
-      state_->high_precision || is_float(tensor.type) ? ActPrecision::kFloat32 : ActPrecision::kInt8;
+      is_float(tensor.type) ? ActPrecision::kFloat32 : state_->precision;
   const LinearKernels& kernels = *state_->kernels.linear;
   if (kernels.packed_group_bytes(tensor.type, tensor.columns, weight->precision) == 0) {
     weight->precision = ActPrecision::kFloat32;

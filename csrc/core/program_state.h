@@ -23,7 +23,7 @@ struct Program::Weight {
 
 struct Program::State {
   KernelTables kernels{};
-  bool high_precision = false;
+  ActPrecision precision = ActPrecision::kInt8;  // of activations of quantised weights
   bool finalized = false;
   bool has_causal_attention = false;
   bool has_full_attention = false;    // encoder: a request must be in one pass
@@ -41,7 +41,7 @@ struct Program::State {
     bool computed = false;
   };
   std::vector<Rotary> rotaries;
-  std::vector<const Buffer*> int8_valid;  // buffers whose int8 rows match their values, while building
+  std::vector<const Buffer*> quantized_valid;  // buffers whose int8 rows match their values, while building
 
   struct StageEntry {
     std::unique_ptr<Stage> stage;

@@ -25,7 +25,7 @@ struct RowOp {
     kAddTable,    // x += table[position]
     kScale,       // x *= factor
     kSoftcap,     // x = factor * tanh(x / factor)
-    kQuantize,    // int8 rows of x
+    kQuantize,    // quantised rows of x
   };
   Kind kind;
   Buffer* x = nullptr;
@@ -37,6 +37,7 @@ struct RowOp {
   int64_t group = 0;    // or head_dim
   int64_t count = 0;    // groups or heads
   Activation act = Activation::kSilu;
+  ActPrecision precision = ActPrecision::kInt8;
   bool interleaved = false;
   // kEmbed, kAddTable: the table as it lies in the file
   QuantType table_type = QuantType::F32;

@@ -26,7 +26,7 @@ struct Buffer {
   std::shared_ptr<MappedMemory> memory;
   float* base = nullptr;  // row 0 of the current pass
   MappedMemory quantized_memory;
-  QuantizedRows int8_rows{nullptr, 0};
+  QuantizedRows quantized_rows{nullptr, 0};
 
   float* row(int64_t r) const { return base + r * stride; }
 };

@@ -90,11 +90,15 @@ def random_tensor(quant_type: QuantType, n: int, k: int, seed: int = 0) -> FileT
     return FileTensor(quant_type, data, dequantize(quant_type, data, n, k))
 
 
-def quantized_activations(x: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Int8 activations and scales per 32 features, by the definition the kernels promise.
+LARGEST_CODE = {"int8": 127, "int16": 127 * 128}
+
+
+def quantized_activations(x: Floats, precision: str) -> tuple[npt.NDArray[np.int64], Floats]:
+    """Integer activations and scales per 32 features, by the definition the kernels promise.
 
     Returns codes ``[m, k]`` and scales ``[m, ceil(k / 32)]`` (float32, round half to even).
     """
+    largest = np.float32(LARGEST_CODE[precision])
     m, k = x.shape
     padded = np.zeros((m, -(-k // 32) * 32), np.float32)
     padded[:, :k] = x
@@ -102,20 +106,20 @@ def quantized_activations(x: Floats) -> tuple[npt.NDArray[np.int64], Floats]:
     amax = np.abs(blocks).max(axis=2)
     tiny = amax < np.float32(2.0**-100)
     safe = np.where(tiny, np.float32(1), amax)
-    inverse = np.float32(127) / safe
+    inverse = largest / safe
     codes = np.rint(blocks * inverse[:, :, None]).astype(np.int64)
     codes[tiny] = 0
-    scales = np.where(tiny, np.float32(0), safe / np.float32(127)).astype(np.float32)
+    scales = np.where(tiny, np.float32(0), safe / largest).astype(np.float32)
     return codes.reshape(m, -1)[:, :k], scales
 
 
 def reference_linear(
-    x: Floats, w: FileTensor, *, int8: bool
+    x: Floats, w: FileTensor, precision: str
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """``x @ values.T`` in float64 and the sum of the products' magnitudes (both ``[m, n]``)."""
     exact = x.astype(np.float64)
-    if int8:
-        codes, scales = quantized_activations(x)
+    if precision != "float32":
+        codes, scales = quantized_activations(x, precision)
         exact = codes * np.repeat(scales.astype(np.float64), 32, axis=1)[:, : w.k]
     values = w.values.astype(np.float64)
     return exact @ values.T, np.abs(exact) @ np.abs(values).T

@@ -13,13 +13,18 @@ from tellin.loading.tensors import QuantType
 from tests.kernels import linear_cases as cases
 
 VARIANTS = _C.linear_variants()
-MODES = [(t, high) for t in QuantType for high in (False, True) if high or t in cases.BLOCK_TYPES]
-MODE_IDS = [f"{t.name}-{'float32' if high else 'int8'}" for t, high in MODES]
+MODES = [
+    (t, precision)
+    for t in QuantType
+    for precision in ("int8", "int16", "float32")
+    if precision == "float32" or t in cases.BLOCK_TYPES
+]
+MODE_IDS = [f"{t.name}-{precision}" for t, precision in MODES]
 SENTINEL = np.float32(-12345.0)
 
 
-def pack(variant: str, w: cases.FileTensor, high: bool) -> _C.PackedLinear:
-    return _C.PackedLinear(variant, int(w.quant_type), w.data, w.n, w.k, high)
+def pack(variant: str, w: cases.FileTensor, precision: str) -> _C.PackedLinear:
+    return _C.PackedLinear(variant, int(w.quant_type), w.data, w.n, w.k, precision)
 
 
 def run(packed: _C.PackedLinear, x: cases.Floats, n: int) -> cases.Floats:
@@ -29,15 +34,15 @@ def run(packed: _C.PackedLinear, x: cases.Floats, n: int) -> cases.Floats:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("quant_type", "high"), MODES, ids=MODE_IDS)
+@pytest.mark.parametrize(("quant_type", "precision"), MODES, ids=MODE_IDS)
 def test_rectangles_and_batches_are_bitwise_equal(
-    variant: str, quant_type: QuantType, high: bool
+    variant: str, quant_type: QuantType, precision: str
 ) -> None:
     """Batches of 1 to 40 rows, random rectangles, rows at other positions; nothing else is written."""
     rng = np.random.default_rng(int(quant_type))
     n, k = 150, {256: 512, 32: 352, 1: 301}[quant_type.block_size]
     w = cases.random_tensor(quant_type, n, k)
-    packed = pack(variant, w, high)
+    packed = pack(variant, w, precision)
     x = rng.standard_normal((40, k)).astype(np.float32) * rng.uniform(0.1, 9, (40, 1))
     x = x.astype(np.float32)
     full = run(packed, x, n)
@@ -60,15 +65,15 @@ def test_rectangles_and_batches_are_bitwise_equal(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    ("quant_type", "high"),
-    [(QuantType.Q4_1, False), (QuantType.Q6_K, False), (QuantType.F16, True)],
+    ("quant_type", "precision"),
+    [(QuantType.Q4_1, "int8"), (QuantType.Q6_K, "int16"), (QuantType.F16, "float32")],
     ids=["Q4_1", "Q6_K", "F16"],
 )
-def test_batches_beyond_one_pass(variant: str, quant_type: QuantType, high: bool) -> None:
+def test_batches_beyond_one_pass(variant: str, quant_type: QuantType, precision: str) -> None:
     """More tokens than share one pass over the weights."""
     n, k = 48, 512
     w = cases.random_tensor(quant_type, n, k)
-    packed = pack(variant, w, high)
+    packed = pack(variant, w, precision)
     x = np.random.default_rng(3).standard_normal((700, k)).astype(np.float32)
     full = run(packed, x, n)
     for m in (0, 95, 191, 192, 350, 699):
@@ -79,8 +84,9 @@ def test_batches_beyond_one_pass(variant: str, quant_type: QuantType, high: bool
 @pytest.mark.parametrize("quant_type", cases.BLOCK_TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("code_byte", [0x00, 0xFF, 0x7F, 0x80])
 @pytest.mark.parametrize("sign", ["plus", "minus", "alternating"])
+@pytest.mark.parametrize("precision", ["int8", "int16"])
 def test_extreme_integers_do_not_saturate(
-    variant: str, quant_type: QuantType, code_byte: int, sign: str
+    variant: str, quant_type: QuantType, code_byte: int, sign: str, precision: str
 ) -> None:
     """All codes and all activations at their extremes: int16 partial sums must not wrap or clip."""
     n, k = 16, 512
@@ -95,28 +101,28 @@ def test_extreme_integers_do_not_saturate(
         x = -x
     elif sign == "alternating":
         x[:, 1::2] = -1
-    out = run(pack(variant, w, False), x, n)
-    expected, magnitude = cases.reference_linear(x, w, int8=True)
+    out = run(pack(variant, w, precision), x, n)
+    expected, magnitude = cases.reference_linear(x, w, precision)
     scale_sum = np.abs(w.values).max() * k + 2 * magnitude + 512
     assert (np.abs(out - expected) <= 4 * k * np.finfo(np.float32).eps * scale_sum).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize(("quant_type", "high"), MODES, ids=MODE_IDS)
+@pytest.mark.parametrize(("quant_type", "precision"), MODES, ids=MODE_IDS)
 def test_not_finite_activations_reach_every_output(
-    variant: str, bad: float, quant_type: QuantType, high: bool
+    variant: str, bad: float, quant_type: QuantType, precision: str
 ) -> None:
     """A NaN or infinity in a row never looks healthy, and the neighbours do not feel it."""
     n, k = 33, 512
     w = cases.random_tensor(quant_type, n, k)
-    packed = pack(variant, w, high)
+    packed = pack(variant, w, precision)
     x = np.random.default_rng(1).standard_normal((9, k)).astype(np.float32)
     clean = run(packed, x, n)
     x[4, 77] = bad
     out = run(packed, x, n)
     assert not np.isfinite(out[4]).any()
-    if not high:
+    if precision != "float32":
         assert np.isnan(out[4]).all()
     np.testing.assert_array_equal(np.delete(out, 4, 0), np.delete(clean, 4, 0))
 
@@ -124,16 +130,19 @@ def test_not_finite_activations_reach_every_output(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("quant_type", cases.BLOCK_TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("value", [0.0, 1e-40, 1e-30, 1e34])
-def test_tiny_and_huge_activations(variant: str, quant_type: QuantType, value: float) -> None:
+@pytest.mark.parametrize("precision", ["int8", "int16"])
+def test_tiny_and_huge_activations(
+    variant: str, quant_type: QuantType, value: float, precision: str
+) -> None:
     """Blocks of zeros, subnormals and large values: no NaN out of finite sums."""
     n, k = 16, 256
     w = cases.random_tensor(quant_type, n, k)
     x = np.full((2, k), value, np.float32)
-    out = run(pack(variant, w, False), x, n)
+    out = run(pack(variant, w, precision), x, n)
     if value < 1e-35:
         np.testing.assert_array_equal(out, 0)
     else:
-        expected, magnitude = cases.reference_linear(x, w, int8=True)
+        expected, magnitude = cases.reference_linear(x, w, precision)
         bound = 1e-5 * (magnitude + value * float(np.abs(w.values).max()) * k)
         assert (np.abs(out - expected) <= bound).all()
 
@@ -142,23 +151,23 @@ def test_wide_variants_agree_bitwise() -> None:
     """AVX2 and AVX-512 do the same roundings in the same order."""
     wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512")]
     rng = np.random.default_rng(5)
-    for quant_type, high in MODES:
+    for quant_type, precision in MODES:
         k = {256: 512, 32: 608, 1: 303}[quant_type.block_size]
         w = cases.random_tensor(quant_type, 70, k)
         x = rng.standard_normal((7, k)).astype(np.float32)
-        results = [run(pack(v, w, high), x, w.n) for v in wide]
+        results = [run(pack(v, w, precision), x, w.n) for v in wide]
         for other in results[1:]:
-            np.testing.assert_array_equal(other, results[0], err_msg=f"{quant_type.name} {high}")
+            np.testing.assert_array_equal(other, results[0], err_msg=f"{quant_type.name} {precision}")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_unaligned_file_bytes(variant: str) -> None:
     """Tensors of a memory map start anywhere."""
     w = cases.random_tensor(QuantType.Q4_K, 20, 512)
-    expected = run(pack(variant, w, False), np.ones((1, 512), np.float32), w.n)
+    expected = run(pack(variant, w, "int8"), np.ones((1, 512), np.float32), w.n)
     for shift in (1, 3, 7):
         room = np.zeros(w.data.size + 16, np.uint8)
         room[shift : shift + w.data.size] = w.data
         moved = cases.FileTensor(w.quant_type, room[shift : shift + w.data.size], w.values)
-        out = run(pack(variant, moved, False), np.ones((1, 512), np.float32), w.n)
+        out = run(pack(variant, moved, "int8"), np.ones((1, 512), np.float32), w.n)
         np.testing.assert_array_equal(out, expected)

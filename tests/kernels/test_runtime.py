@@ -14,7 +14,7 @@ import pytest
 from tellin.exceptions import EngineError, InvalidParameterError, UnsupportedModelError
 from tellin.kernels import _C
 from tellin.kernels.batch import StepBatch
-from tellin.kernels.native import NativeBackend
+from tellin.kernels.native import NativeBackend, resolve_activation_precision
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading.tensors import QuantType
 from tellin.models import build_plan
@@ -52,12 +52,12 @@ def test_fusion_does_not_change_bits(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("quant_type", QUANT_TYPES, ids=lambda t: t.name)
-def test_high_precision_matches_the_reference_backend(quant_type: QuantType) -> None:
+def test_float32_activations_match_the_reference_backend(quant_type: QuantType) -> None:
     """Float32 activations everywhere: only the order of additions differs."""
     plan = llama_plan(quant_type)
     ids = random_ids(40)
     expected = logits_of(ReferenceBackend(plan), ids)
-    backend = make_backend(plan, activation_precision="high", kv_cache_dtype="float32")
+    backend = make_backend(plan, activation_precision="float32", kv_cache_dtype="float32")
     np.testing.assert_allclose(
         logits_of(backend, ids), expected, rtol=0, atol=5e-5 * expected.std()
     )
@@ -69,15 +69,41 @@ def test_int8_activations_are_close(quant_type: QuantType) -> None:
     plan = llama_plan(quant_type)
     ids = random_ids(40)
     expected = logits_of(ReferenceBackend(plan), ids)
-    error = logits_of(make_backend(plan), ids) - expected
+    error = logits_of(make_backend(plan, activation_precision="int8"), ids) - expected
     assert error.std() < 0.02 * expected.std()
     if quant_type in (QuantType.F32, QuantType.F16):  # float weights keep float activations
         assert error.std() < 1e-3 * expected.std()
 
 
+@pytest.mark.parametrize("quant_type", QUANT_TYPES, ids=lambda t: t.name)
+def test_int16_activations_are_a_hundred_times_closer(quant_type: QuantType) -> None:
+    """15 bits: 2^-15 of a layer's values; float32 caches, so that nothing else is rounded."""
+    plan = llama_plan(quant_type)
+    ids = random_ids(40)
+    expected = logits_of(ReferenceBackend(plan), ids)
+    backend = make_backend(plan, activation_precision="int16", kv_cache_dtype="float32")
+    error = logits_of(backend, ids) - expected
+    assert error.std() < 2e-4 * expected.std()
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden_size", "expected"),
+    [
+        ("default", 576, "int16"),
+        ("default", 1024, "int16"),
+        ("default", 1025, "int8"),
+        ("high", 4096, "int16"),
+        ("int8", 64, "int8"),
+        ("float32", 64, "float32"),
+    ],
+)
+def test_resolve_activation_precision(name: str, hidden_size: int, expected: str) -> None:
+    assert resolve_activation_precision(name, hidden_size) == expected
+
+
 @pytest.mark.parametrize("isa", VARIANTS)
 @pytest.mark.parametrize("quant_type", QUANT_TYPES, ids=lambda t: t.name)
-@pytest.mark.parametrize("precision", ["default", "high"])
+@pytest.mark.parametrize("precision", ["int8", "int16", "float32"])
 def test_rows_do_not_depend_on_the_step(isa: str, quant_type: QuantType, precision: str) -> None:
     """Promise 1: whole, in chunks, one by one, with neighbours, on 1, 2 or 3 threads."""
     plan = llama_plan(quant_type)

@@ -20,8 +20,9 @@ constexpr int64_t kActBlock = 32;   // input features that share one activation 
 // Rectangles whose number of groups is a multiple of this run fastest (groups are walked side by side).
 constexpr int64_t kGroupsPerTask = 4;
 
-// Arithmetic of a layer: int8 activations (one scale per kActBlock), or float32 activations.
-enum class ActPrecision : int32_t { kInt8 = 0, kFloat32 = 1 };
+// Arithmetic of a layer: activations of 8 or 15 bits (one scale per kActBlock), or float32 activations.
+// Matrices packed for kInt8 and for kInt16 are the same.
+enum class ActPrecision : int32_t { kInt8 = 0, kFloat32 = 1, kInt16 = 2 };
 
 struct PackedMatrix {
   QuantType source;     // storage type the values came from
@@ -32,10 +33,10 @@ struct PackedMatrix {
   const uint8_t* data;  // [num_groups * group_bytes], 64-byte aligned
 };
 
-// Rows of int8 activations. What lies in a row (values, scales, sums) is the kernels' business.
+// Rows of quantised activations. What lies in a row (values, scales, sums) is the kernels' business.
 struct QuantizedRows {
   uint8_t* data;      // [rows * row_bytes], 64-byte aligned
-  int64_t row_bytes;  // quantized_row_bytes(k), a multiple of 64
+  int64_t row_bytes;  // quantized_row_bytes(), a multiple of 64
 };
 
 struct LinearKernels {
@@ -51,17 +52,20 @@ struct LinearKernels {
   // Layout id for PackedMatrix::layout.
   int32_t (*layout_id)(QuantType type, ActPrecision precision);
 
-  // Bytes of one row of int8 activations for k input features (a multiple of 64).
-  size_t (*quantized_row_bytes)(int64_t k);
+  // Bytes of one row of quantised activations (kInt8, kInt16) for k input features (a multiple of 64).
+  size_t (*quantized_row_bytes)(int64_t k, ActPrecision precision);
   // Quantises one float32 row [k] into row `row` of `out`. A block of kActBlock values that holds a NaN or an
   // infinity makes every output of that row NaN.
-  void (*quantize_row)(const float* x, int64_t k, int64_t row, const QuantizedRows& out);
+  void (*quantize_row)(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out);
 
   // out[m * ldo + n] = sum over k, for m in [m0, m1) and n in the groups [g0, g1) (only n < w.n is written).
-  // `out` points to row 0, column 0 of the whole result. linear_int8 takes matrices packed for kInt8,
-  // linear_f32 those packed for kFloat32 (x + m * ldx is row m, [k]).
+  // `out` points to row 0, column 0 of the whole result. linear_int8 and linear_int16 take matrices
+  // packed for kInt8 and rows quantised for kInt8 and kInt16; linear_f32 takes matrices packed for kFloat32
+  // (x + m * ldx is row m, [k]).
   void (*linear_int8)(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
                       float* out, int64_t ldo);
+  void (*linear_int16)(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
+                       float* out, int64_t ldo);
   void (*linear_f32)(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0,
                      int64_t g1, float* out, int64_t ldo);
 

@@ -114,14 +114,29 @@ constexpr size_t packed_group_size(QuantType type, int64_t k) {
   return (static_cast<size_t>(padded) * kRows * (f.bits / 8) + 63) / 64 * 64;
 }
 
-// Int8 activations of one row: one record per 32 features.
-struct ActBlock {
-  int8_t q[kBlockK];
-  float scale;          // x = scale * q; NaN if the block was not finite
-  float scaled_sum;     // scale * sum of q
-  int32_t neg_sums[2];  // minus the sums of q[0, 16) and q[16, 32)
+// Quantised activations of one row: one record per 32 features. With one plane x = scale * q[0] (8 bits), with
+// two x = scale * (128 * q[0] + q[1]) (15 bits).
+template <int kNumPlanes>
+struct ActRecord {
+  static constexpr int kPlanes = kNumPlanes;
+  static constexpr int kLargest = kNumPlanes == 1 ? 127 : 127 * 128;  // whole values are within +- this
+
+  int8_t q[kNumPlanes][kBlockK];
+  float scale;          // NaN if the block was not finite
+  float scaled_sum;     // scale * sum of the whole values
+  int32_t neg_sums[2];  // minus the sums of the whole values of features [0, 16) and [16, 32)
 };
-static_assert(sizeof(ActBlock) == 48, "activation record");
+constexpr int kPlaneShift = 7;  // whole value = (q[0] << kPlaneShift) + q[1]
+
+using Act8 = ActRecord<1>;
+using Act16 = ActRecord<2>;
+static_assert(sizeof(Act8) == 48 && sizeof(Act16) == 80, "activation records");
+
+// Bytes of a row of records; rows are padded to whole 256-feature super-blocks.
+constexpr size_t act_row_bytes(int64_t k, bool two_planes) {
+  const size_t record = two_planes ? sizeof(Act16) : sizeof(Act8);
+  return static_cast<size_t>((k + 255) / 256) * 8 * record;
+}
 
 }  // namespace
 }  // namespace tellin

@@ -60,7 +60,7 @@ class Program {
     int num_threads = 1;
     int64_t block_size = 16;
     KvDtype kv_dtype = KvDtype::kFloat16;
-    bool high_precision = false;  // float32 activations for quantised weights too
+    ActPrecision precision = ActPrecision::kInt8;  // of activations of quantised weights
   };
   struct Part {
     int weight;

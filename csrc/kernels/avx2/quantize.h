@@ -1,14 +1,10 @@
-// AVX2: quantisation of float32 activations to int8 records.
+// AVX2: quantisation of float32 activations to records of one or two planes.
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
 
 namespace tellin {
 namespace {
-
-size_t quantized_row_bytes(int64_t k) {
-  return static_cast<size_t>((k + 255) / 256) * 8 * sizeof(ActBlock);
-}
 
 TELLIN_INLINE float horizontal_max(__m256 v) {
   __m128 m = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
@@ -22,7 +18,15 @@ TELLIN_INLINE int32_t horizontal_sum(__m256i v) {
   return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xb1)));
 }
 
-TELLIN_INLINE void quantize_block(const float* x, ActBlock* out) {
+TELLIN_INLINE void store_plane(const __m256i (&v)[4], int8_t* q) {
+  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+  const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), ordered);
+}
+
+template <class Act>
+TELLIN_INLINE void quantize_block(const float* x, Act* out) {
+  constexpr float kLargest = Act::kLargest;
   __m256 v[4];
   const __m256 sign = _mm256_set1_ps(-0.0f), largest = _mm256_set1_ps(__FLT_MAX__);
   __m256 amax4 = _mm256_setzero_ps(), finite = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
@@ -35,9 +39,9 @@ TELLIN_INLINE void quantize_block(const float* x, ActBlock* out) {
   }
   const float amax = horizontal_max(amax4);
   float inverse = 0.0f, scale = 0.0f;
-  if (__builtin_expect(amax >= 0x1p-100f, 1)) {  // below, 127 / amax would overflow: zero for every purpose
-    inverse = 127.0f / amax;
-    scale = amax / 127.0f;
+  if (__builtin_expect(amax >= 0x1p-100f, 1)) {  // below, the inverse would overflow: zero for every purpose
+    inverse = kLargest / amax;
+    scale = amax / kLargest;
   }
   if (__builtin_expect(_mm256_movemask_ps(finite) != 0xff, 0)) {
     inverse = 0.0f;
@@ -50,23 +54,43 @@ TELLIN_INLINE void quantize_block(const float* x, ActBlock* out) {
   for (int i = 0; i < 4; ++i) q[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], factor));
   const int32_t sum0 = horizontal_sum(_mm256_add_epi32(q[0], q[1]));
   const int32_t sum1 = horizontal_sum(_mm256_add_epi32(q[2], q[3]));
-  const __m256i packed = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-  const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q), ordered);
+  if constexpr (Act::kPlanes == 1) {
+    store_plane(q, out->q[0]);
+  } else {
+    // the high plane leaves a rest within [-64, 63]
+    const __m256i half = _mm256_set1_epi32(1 << (kPlaneShift - 1));
+    __m256i high[4], low[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      high[i] = _mm256_srai_epi32(_mm256_add_epi32(q[i], half), kPlaneShift);
+      low[i] = _mm256_sub_epi32(q[i], _mm256_slli_epi32(high[i], kPlaneShift));
+    }
+    store_plane(high, out->q[0]);
+    store_plane(low, out->q[1]);
+  }
   out->scale = scale;
   out->scaled_sum = scale * static_cast<float>(sum0 + sum1);
   out->neg_sums[0] = -sum0;
   out->neg_sums[1] = -sum1;
 }
 
-void quantize_row(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
-  auto* blocks = reinterpret_cast<ActBlock*>(out.data + row * out.row_bytes);
+template <class Act>
+void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
+  auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
   const int64_t num_blocks = (k + 255) / 256 * 8, full = k / kBlockK;
   for (int64_t b = 0; b < full; ++b) quantize_block(x + b * kBlockK, blocks + b);
   for (int64_t b = full; b < num_blocks; ++b) {
     float tail[kBlockK] = {};
     for (int64_t i = b * kBlockK; i < k; ++i) tail[i - b * kBlockK] = x[i];
     quantize_block(tail, blocks + b);
+  }
+}
+
+void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
+  if (precision == ActPrecision::kInt8) {
+    quantize_records<Act8>(x, k, row, out);
+  } else {
+    quantize_records<Act16>(x, k, row, out);
   }
 }
 

@@ -1,6 +1,6 @@
 // AVX2 with AVX-VNNI: the AVX2 kernels with vpdpbusd for their integer sums. Table of the linear kernels.
 #include "avx2/linear_f32.h"
-#include "avx2/linear_int8.h"
+#include "avx2/linear_int.h"
 #include "avx2/quantize.h"
 
 namespace tellin {
@@ -9,12 +9,13 @@ const LinearKernels* avxvnni_linear_table();
 
 namespace {
 
-void linear_int8_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+template <class Act>
+void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
                      int64_t g1, float* out, int64_t ldo) {
   switch (w.source) {
 #define TELLIN_CASE(type) \
   case QuantType::type:   \
-    return linear_int8<QuantType::type>(w, x, m0, m1, g0, g1, out, ldo);
+    return linear_int<QuantType::type, Act>(w, x, m0, m1, g0, g1, out, ldo);
     TELLIN_CASE(Q4_0)
     TELLIN_CASE(Q4_1)
     TELLIN_CASE(Q5_0)
@@ -27,7 +28,7 @@ void linear_int8_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, 
     TELLIN_CASE(Q6_K)
 #undef TELLIN_CASE
     default:
-      return;  // float weights have no int8 path (packed_group_bytes is 0)
+      return;  // float weights have no integer path (packed_group_bytes is 0)
   }
 }
 
@@ -54,8 +55,8 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
   }
 }
 
-constexpr LinearKernels kTable = {"avxvnni",    nullptr,         nullptr,        nullptr, quantized_row_bytes,
-                                  quantize_row, linear_int8_any, linear_f32_any, nullptr};
+constexpr LinearKernels kTable = {"avxvnni", nullptr, nullptr, nullptr, nullptr, quantize_row,
+                                  linear_int_any<Act8>, linear_int_any<Act16>, linear_f32_any, nullptr};
 
 }  // namespace
 

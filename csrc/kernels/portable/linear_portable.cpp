@@ -101,9 +101,16 @@ void unpack_block(const uint8_t* super_block, int b, Block* out) {
   unpack_scales<T>(super_block, b, out);
 }
 
+int32_t whole_value(const Act8& x, int i) {
+  return x.q[0][i];
+}
+int32_t whole_value(const Act16& x, int i) {
+  return x.q[0][i] * (1 << kPlaneShift) + x.q[1][i];
+}
+
 // acc[16] += block * activations. Order: the block's integer sums, scaled and added, then the minima.
-template <QuantType T>
-void accumulate_block(const Block& w, const ActBlock& x, float* acc) {
+template <QuantType T, class Act>
+void accumulate_block(const Block& w, const Act& x, float* acc) {
   constexpr PackedFormat kFormat = format_of(T);
   int32_t sums[2][kRows];
   for (int half = 0; half < 2; ++half) {
@@ -111,7 +118,7 @@ void accumulate_block(const Block& w, const ActBlock& x, float* acc) {
     for (int j = 4 * half; j < 4 * half + 4; ++j) {
       for (int r = 0; r < kRows; ++r) {
         int32_t sum = 0;
-        for (int i = 0; i < 4; ++i) sum += w.codes[j][4 * r + i] * x.q[4 * j + i];
+        for (int i = 0; i < 4; ++i) sum += w.codes[j][4 * r + i] * whole_value(x, 4 * j + i);
         sums[half][r] += sum;
       }
     }
@@ -137,12 +144,13 @@ void store_rows(const float* acc, int64_t g, int64_t n, float* out_row) {
   std::memcpy(out_row + g * kRows, acc, static_cast<size_t>(rows) * sizeof(float));
 }
 
-const ActBlock* act_row(const QuantizedRows& x, int64_t m) {
-  return reinterpret_cast<const ActBlock*>(x.data + m * x.row_bytes);
+template <class Act>
+const Act* act_row(const QuantizedRows& x, int64_t m) {
+  return reinterpret_cast<const Act*>(x.data + m * x.row_bytes);
 }
 
-template <QuantType T>
-void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+template <QuantType T, class Act>
+void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
                  int64_t g1, float* out, int64_t ldo) {
   constexpr PackedFormat kFormat = format_of(T);
   const int64_t num_super = static_cast<int64_t>(w.group_bytes / kFormat.super_bytes());
@@ -156,7 +164,7 @@ void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int6
         for (int b = 0; b < kFormat.blocks(); ++b) {
           unpack_block<T>(p, b, &block);
           for (int t = 0; t < tile; ++t) {
-            accumulate_block<T>(block, act_row(x, m + t)[s * kFormat.blocks() + b], acc[t]);
+            accumulate_block<T>(block, act_row<Act>(x, m + t)[s * kFormat.blocks() + b], acc[t]);
           }
         }
       }
@@ -215,11 +223,18 @@ void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, 
   }
 }
 
-size_t quantized_row_bytes(int64_t k) {
-  return static_cast<size_t>((k + 255) / 256) * 8 * sizeof(ActBlock);
+void store_whole_value(int v, int i, Act8* out) {
+  out->q[0][i] = static_cast<int8_t>(v);
+}
+void store_whole_value(int v, int i, Act16* out) {
+  const int high = (v + (1 << (kPlaneShift - 1))) >> kPlaneShift;  // leaves a rest within [-64, 63]
+  out->q[0][i] = static_cast<int8_t>(high);
+  out->q[1][i] = static_cast<int8_t>(v - high * (1 << kPlaneShift));
 }
 
-void quantize_block(const float* x, int64_t count, ActBlock* out) {
+template <class Act>
+void quantize_block(const float* x, int64_t count, Act* out) {
+  constexpr float kLargest = Act::kLargest;
   float amax = 0.0f;
   bool finite = true;
   for (int64_t i = 0; i < count; ++i) {
@@ -232,19 +247,20 @@ void quantize_block(const float* x, int64_t count, ActBlock* out) {
     out->scale = out->scaled_sum = std::numeric_limits<float>::quiet_NaN();
     return;
   }
-  if (amax < 0x1p-100f) return;  // 127 / amax would overflow; the values are zero for every purpose
-  const float inverse = 127.0f / amax;
-  out->scale = amax / 127.0f;
+  if (amax < 0x1p-100f) return;  // the inverse would overflow; the values are zero for every purpose
+  const float inverse = kLargest / amax;
+  out->scale = amax / kLargest;
   for (int64_t i = 0; i < count; ++i) {
     const int q = static_cast<int>(std::nearbyintf(x[i] * inverse));
-    out->q[i] = static_cast<int8_t>(q);
+    store_whole_value(q, static_cast<int>(i), out);
     out->neg_sums[i / 16] -= q;
   }
   out->scaled_sum = out->scale * static_cast<float>(-(out->neg_sums[0] + out->neg_sums[1]));
 }
 
-void quantize_row(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
-  auto* blocks = reinterpret_cast<ActBlock*>(out.data + row * out.row_bytes);
+template <class Act>
+void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
+  auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
   const int64_t num_blocks = (k + 255) / 256 * 8;
   for (int64_t b = 0; b < num_blocks; ++b) {
     const int64_t count = std::clamp<int64_t>(k - b * kBlockK, 0, kBlockK);
@@ -252,12 +268,21 @@ void quantize_row(const float* x, int64_t k, int64_t row, const QuantizedRows& o
   }
 }
 
-void linear_int8_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
+  if (precision == ActPrecision::kInt8) {
+    quantize_records<Act8>(x, k, row, out);
+  } else {
+    quantize_records<Act16>(x, k, row, out);
+  }
+}
+
+template <class Act>
+void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
                      int64_t g1, float* out, int64_t ldo) {
   switch (w.source) {
 #define TELLIN_CASE(type) \
   case QuantType::type:   \
-    return linear_int8<QuantType::type>(w, x, m0, m1, g0, g1, out, ldo);
+    return linear_int<QuantType::type, Act>(w, x, m0, m1, g0, g1, out, ldo);
     TELLIN_CASE(Q4_0)
     TELLIN_CASE(Q4_1)
     TELLIN_CASE(Q5_0)
@@ -270,7 +295,7 @@ void linear_int8_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, 
     TELLIN_CASE(Q6_K)
 #undef TELLIN_CASE
     default:
-      return;  // float weights have no int8 path (packed_group_bytes is 0)
+      return;  // float weights have no integer path (packed_group_bytes is 0)
   }
 }
 
@@ -300,9 +325,8 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
 }  // namespace
 
 const LinearKernels* portable_linear_table() {
-  static const LinearKernels table = {
-      "portable",   nullptr,         nullptr,        nullptr, quantized_row_bytes,
-      quantize_row, linear_int8_any, linear_f32_any, nullptr};
+  static const LinearKernels table = {"portable", nullptr, nullptr, nullptr, nullptr, quantize_row,
+                                      linear_int_any<Act8>, linear_int_any<Act16>, linear_f32_any, nullptr};
   return &table;
 }
 

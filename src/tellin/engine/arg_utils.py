@@ -113,7 +113,11 @@ def load_engine_tokenizer(config: EngineConfig) -> ChatTokenizer | None:
 def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> ModelConfig:
     _check_choice("runner", args.runner, ("auto", "generate", "pooling"))
     _check_choice("logprobs_mode", args.logprobs_mode, LOGPROBS_MODES)
-    _check_choice("activation_precision", args.activation_precision, ("default", "high"))
+    _check_choice(
+        "activation_precision",
+        args.activation_precision,
+        ("default", "high", "int8", "int16", "float32"),
+    )
     _check_choice("backend", args.backend, ("native", "reference"))
     if args.dtype not in ("auto", "float32", "float"):
         raise UnsupportedFeatureError(

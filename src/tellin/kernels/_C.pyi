@@ -15,7 +15,7 @@ class Program:
     """A plan compiled for this machine (csrc/include/tellin/program.h)."""
 
     def __init__(
-        self, isa: str, num_threads: int, block_size: int, kv_dtype: str, high_precision: bool
+        self, isa: str, num_threads: int, block_size: int, kv_dtype: str, act_precision: str
     ) -> None: ...
     def add_buffer(self, width: int, logit_rows: bool) -> int: ...
     def add_weight(
@@ -122,7 +122,7 @@ class PackedLinear:
         data: NDArray[np.uint8],
         n: int,
         k: int,
-        high_precision: bool = False,
+        precision: str = "int8",
     ) -> None: ...
     def run(
         self, x: NDArray[np.float32], out: NDArray[np.float32], m0: int, m1: int, g0: int, g1: int

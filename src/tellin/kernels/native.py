@@ -30,8 +30,27 @@ from tellin.models.plan import ir
 
 _KV_DTYPES = {"auto": "float16", "float16": "float16", "float32": "float32", "int8": "int8"}
 _NONE = -1
+INT16_MAX_HIDDEN_SIZE = 1024
+"""Largest hidden size whose default activations have 15 bits."""
 _PACK_SLICE_BYTES = 8 << 20
 """Of a file, packed before its pages are released: what a load needs beyond the packed weights."""
+
+
+def resolve_activation_precision(name: str, hidden_size: int) -> str:
+    """Arithmetic of an ``activation_precision`` setting: int8, int16 or float32.
+
+    ``default`` is int16 for models of at most `INT16_MAX_HIDDEN_SIZE`, int8 above. Rounding the
+    activations to 8 bits costs a small model visibly more than it costs a large one, and speed where
+    there is plenty: decoding waits for memory either way.
+
+    Raises:
+        InvalidParameterError: unknown name.
+    """
+    choices = ("default", "high", "int8", "int16", "float32")
+    _check_choice("activation_precision", name, choices)
+    if name == "default":
+        return "int16" if hidden_size <= INT16_MAX_HIDDEN_SIZE else "int8"
+    return "int16" if name == "high" else name
 
 
 class NativeBackend:
@@ -41,8 +60,8 @@ class NativeBackend:
         plan: what to compute. Embedding tables are read from its tensors during steps.
         num_threads: size of the kernel team; None = `default_num_threads`.
         isa: kernel variant (avx512, avx2, neon, portable); None = the best this machine runs.
-        activation_precision: ``default`` (int8 activations for quantised weights) or ``high``
-            (float32).
+        activation_precision: of quantised weights' inputs: ``int8``, ``int16`` (15 bits),
+            ``float32``, ``high`` (int16) or ``default`` (`resolve_activation_precision`).
         kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32`` or ``int8``.
         block_size: tokens per cache block, a multiple of 16.
 
@@ -62,7 +81,7 @@ class NativeBackend:
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
     ) -> None:
-        _check_choice("activation_precision", activation_precision, ("default", "high"))
+        precision = resolve_activation_precision(activation_precision, plan.hidden_size)
         _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_DTYPES))
         threads = default_num_threads().num_threads if num_threads is None else num_threads
         self.plan = plan
@@ -73,7 +92,7 @@ class NativeBackend:
                 num_threads=threads,
                 block_size=block_size,
                 kv_dtype=_KV_DTYPES[kv_cache_dtype],
-                high_precision=activation_precision == "high",
+                act_precision=precision,
             )
         except ValueError as error:
             raise InvalidParameterError(str(error)) from None
@@ -88,7 +107,7 @@ class NativeBackend:
             "num_threads": program.num_threads,
             "weight_bytes": program.weight_bytes,
             "kv_cache_dtype": _KV_DTYPES[kv_cache_dtype],
-            "activation_precision": activation_precision,
+            "activation_precision": precision,
         }
 
     # ---- KV cache ----------------------------------------------------------------------------

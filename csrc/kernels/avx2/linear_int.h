@@ -1,4 +1,4 @@
-// AVX2: packed codes x int8 activations.
+// AVX2: packed codes x quantised activations of one or two planes.
 //
 // Work is cut into chunks of 256 features of one group (16 rows). A chunk's codes are unpacked once to bytes
 // in L1 and its scales to floats, then every tile of tokens runs over the chunk, its float accumulators
@@ -9,7 +9,7 @@
 // 31: 4 (31496); up to 63: 2 (32004). 8-bit codes are multiplied as two nibbles. So sums stay exact and are
 // widened as rarely as possible.
 //
-// A value is the same sequence of roundings as in the AVX-512 variant (see avx512/linear_int8.h).
+// A value is the same sequence of roundings as in the AVX-512 variant (see avx512/linear_int.h).
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
@@ -51,7 +51,7 @@ TELLIN_INLINE __m256i broadcast_word(const void* p) {
 
 // Adds quads [kQuad, kEnd) of a block to int16 sums: sum[half][token] = or += products.
 template <int kQuad, int kEnd, int kTokens>
-TELLIN_INLINE void add_quads(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
+TELLIN_INLINE void add_quads(const uint8_t (*codes)[kVectorBytes], const int8_t* x, int64_t row_bytes,
                              bool is_first, __m256i (&sum)[2][kTokens]) {
   if constexpr (kQuad < kEnd) {
     const __m256i w0 = load_half(codes[kQuad]), w1 = load_half(codes[kQuad] + kHalfBytes);
@@ -74,7 +74,7 @@ TELLIN_INLINE void add_quads(const uint8_t (*codes)[kVectorBytes], const uint8_t
 
 // 8-bit codes: products of the low and high nibbles of half kHalf.
 template <int kQuad, int kTokens>
-TELLIN_INLINE void add_nibble_quads(const uint8_t* codes, const uint8_t* x, int64_t row_bytes,
+TELLIN_INLINE void add_nibble_quads(const uint8_t* codes, const int8_t* x, int64_t row_bytes,
                                     __m256i (&low)[kTokens], __m256i (&high)[kTokens]) {
   if constexpr (kQuad < 8) {
     const __m256i w = load_half(codes + kVectorBytes * kQuad), m15 = _mm256_set1_epi8(15);
@@ -99,7 +99,7 @@ TELLIN_INLINE void add_nibble_quads(const uint8_t* codes, const uint8_t* x, int6
 #if defined(__AVXVNNI__)
 // vpdpbusd widens by itself: 8-bit codes need no splitting and nothing overflows.
 template <int kBits, int kQuad, int kEnd, int kTokens>
-TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
+TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t* x, int64_t row_bytes,
                               __m256i (&sum)[2][kTokens]) {
 #pragma GCC unroll 8
   for (int q = kQuad; q < kEnd; ++q) {
@@ -116,7 +116,7 @@ TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_
 #else
 // Exact int32 sums over quads [kQuad, kEnd) of a block.
 template <int kBits, int kQuad, int kEnd, int kTokens>
-TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
+TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t* x, int64_t row_bytes,
                               __m256i (&sum)[2][kTokens]) {
   const __m256i one = _mm256_set1_epi16(1);
   if constexpr (kBits == 8) {
@@ -142,7 +142,7 @@ TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_
     }
     if constexpr (kStop < kEnd) {
       __m256i rest[2][kTokens];
-      block_sums<kBits, kStop, kEnd>(codes, x, row_bytes, rest);
+      plane_sums<kBits, kStop, kEnd>(codes, x, row_bytes, rest);
 #pragma GCC unroll 6
       for (int t = 0; t < kTokens; ++t) {
         add_int32(sum[0][t], rest[0][t]);
@@ -154,18 +154,37 @@ TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_
 
 #endif
 
+// Exact int32 sums of codes x whole activations over quads [kQuad, kEnd) of a block.
+template <int kBits, int kQuad, int kEnd, class Act, int kTokens>
+TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
+                              __m256i (&sum)[2][kTokens]) {
+  const auto* block = reinterpret_cast<const Act*>(x);
+  plane_sums<kBits, kQuad, kEnd>(codes, block->q[0], row_bytes, sum);
+  if constexpr (Act::kPlanes == 2) {
+    __m256i low[2][kTokens];
+    plane_sums<kBits, kQuad, kEnd>(codes, block->q[1], row_bytes, low);
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) {
+      sum[0][t] = _mm256_slli_epi32(sum[0][t], kPlaneShift);
+      sum[1][t] = _mm256_slli_epi32(sum[1][t], kPlaneShift);
+      add_int32(sum[0][t], low[0][t]);
+      add_int32(sum[1][t], low[1][t]);
+    }
+  }
+}
+
 TELLIN_INLINE __m256 broadcast_float(const float* p) {
   return _mm256_broadcast_ss(p);
 }
 
 // Adds minus zero point x sum of the activations.
-template <QuantType T, int kTokens>
+template <QuantType T, class Act, int kTokens>
 TELLIN_INLINE void add_zero_point(const uint8_t* x, int64_t row_bytes, int half, __m256i (&sum)[2][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kFormat.zero_point_log2 >= 0) {
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
-      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+      const auto* block = reinterpret_cast<const Act*>(x + t * row_bytes);
       __m256i term = broadcast_word(&block->neg_sums[half]);
       if constexpr (!kFormat.per16()) add_int32(term, broadcast_word(&block->neg_sums[1]));
       term = _mm256_slli_epi32(term, kFormat.zero_point_log2);
@@ -176,7 +195,7 @@ TELLIN_INLINE void add_zero_point(const uint8_t* x, int64_t row_bytes, int half,
 }
 
 // One 32-feature block added to acc [kTokens][16].
-template <QuantType T, int kTokens>
+template <QuantType T, class Act, int kTokens>
 TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
                              const float (*scale)[kRows], const float (*minimum)[kRows], float* acc) {
   constexpr PackedFormat kFormat = format_of(T);
@@ -184,25 +203,25 @@ TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t
   __m256i sum[2][kTokens];
   __m256 product[2][kTokens];
   if constexpr (kFormat.per16()) {
-    block_sums<kFormat.bits, 0, 4>(codes, x, row_bytes, sum);
-    add_zero_point<T>(x, row_bytes, 0, sum);
+    block_sums<kFormat.bits, 0, 4, Act>(codes, x, row_bytes, sum);
+    add_zero_point<T, Act>(x, row_bytes, 0, sum);
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const __m256 s = _mm256_load_ps(scale[0] + h * kHalfRows);
 #pragma GCC unroll 6
       for (int t = 0; t < kTokens; ++t) product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
     }
-    block_sums<kFormat.bits, 4, 8>(codes, x, row_bytes, sum);
+    block_sums<kFormat.bits, 4, 8, Act>(codes, x, row_bytes, sum);
   } else {
-    block_sums<kFormat.bits, 0, 8>(codes, x, row_bytes, sum);
+    block_sums<kFormat.bits, 0, 8, Act>(codes, x, row_bytes, sum);
   }
-  add_zero_point<T>(x, row_bytes, kLast, sum);
+  add_zero_point<T, Act>(x, row_bytes, kLast, sum);
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
     const __m256 s = _mm256_load_ps(scale[kLast] + h * kHalfRows);
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
-      const auto* block = reinterpret_cast<const ActBlock*>(x + t * row_bytes);
+      const auto* block = reinterpret_cast<const Act*>(x + t * row_bytes);
       float* const a = acc + t * kRows + h * kHalfRows;
       const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
       __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
@@ -224,7 +243,7 @@ TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t
 }
 
 // Runs a tile over the blocks of a chunk. acc: [kTokens][16], 32-byte aligned.
-template <QuantType T, int kTokens>
+template <QuantType T, class Act, int kTokens>
 __attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t (*codes)[8][kVectorBytes],
                                         const uint8_t* prefetch, int num_blocks, const uint8_t* x,
                                         int64_t row_bytes, float* acc) {
@@ -237,8 +256,8 @@ __attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t (*code
       for (int i = 0; i < kStep; i += 64) __builtin_prefetch(prefetch + i, 0, 3);
       prefetch += kStep;
     }
-    add_block<T, kTokens>(codes[b], x, row_bytes, chunk.scale + b * kSums, chunk.minimum + b * kSums, acc);
-    x += sizeof(ActBlock);
+    add_block<T, Act, kTokens>(codes[b], x, row_bytes, chunk.scale + b * kSums, chunk.minimum + b * kSums, acc);
+    x += sizeof(Act);
   }
 }
 
@@ -267,7 +286,7 @@ void unpack_chunk(const uint8_t* w, int num_supers, Chunk* chunk) {
   }
 }
 
-struct Int8Problem {
+struct IntProblem {
   const PackedMatrix& w;
   const QuantizedRows& x;
   float* out;
@@ -275,8 +294,8 @@ struct Int8Problem {
 };
 
 // Tokens [m0, m0 + tokens) x group g, tokens <= kMaxTokens.
-template <QuantType T>
-void run_group(const Int8Problem& p, int64_t m0, int tokens, int64_t g) {
+template <QuantType T, class Act>
+void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kChunkSupers = kChunkBlocks / kFormat.blocks();
   alignas(64) float acc[kMaxTokens * kRows];
@@ -296,7 +315,7 @@ void run_group(const Int8Problem& p, int64_t m0, int tokens, int64_t g) {
       switch (t1 - t0) {
 #define TELLIN_TILE(n)                                                                            \
   case n:                                                                                         \
-    run_tile<T, n>(chunk, chunk.codes, i == 0 ? ahead : nullptr, supers * kFormat.blocks(), rows, \
+    run_tile<T, Act, n>(chunk, chunk.codes, i == 0 ? ahead : nullptr, supers * kFormat.blocks(), rows, \
                    p.x.row_bytes, acc + t0 * kRows);                                              \
     break;
         TELLIN_TILE(1)
@@ -311,21 +330,21 @@ void run_group(const Int8Problem& p, int64_t m0, int tokens, int64_t g) {
       }
     }
     w += supers * kFormat.super_bytes();
-    x += supers * kFormat.blocks() * sizeof(ActBlock);
+    x += supers * kFormat.blocks() * sizeof(Act);
   }
   for (int t = 0; t < tokens; ++t) {
     store_rows(acc + t * kRows, p.w.n - g * kRows, p.out + (m0 + t) * p.ldo + g * kRows);
   }
 }
 
-template <QuantType T>
-void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+template <QuantType T, class Act>
+void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
                  int64_t g1, float* out, int64_t ldo) {
-  const Int8Problem problem = {w, x, out, ldo};
+  const IntProblem problem = {w, x, out, ldo};
   const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
-    for (int64_t g = g0; g < g1; ++g) run_group<T>(problem, begin, static_cast<int>(end - begin), g);
+    for (int64_t g = g0; g < g1; ++g) run_group<T, Act>(problem, begin, static_cast<int>(end - begin), g);
   }
 }
 

@@ -1,4 +1,4 @@
-// AVX-512 VNNI: packed codes x int8 activations.
+// AVX-512 VNNI: packed codes x quantised activations of one or two planes.
 //
 // Work is cut into chunks of 256 features of kGroups groups (16 rows each): scales are expanded once per
 // chunk, then every tile of tokens runs over the chunk with its float accumulators parked in L1 between
@@ -7,7 +7,8 @@
 //
 // A value is, for each block of 32 features in order: t = float(int32 sum) * scale (per 16: a second product
 // fused on); acc = fma(t, activation scale, acc); acc = fma(minimum, scaled activation sum, acc). Nothing in
-// it depends on the tile, so rows are equal bit for bit whatever else is computed.
+// it depends on the tile, so rows are equal bit for bit whatever else is computed. With two planes the integer
+// sum is that of the high plane, shifted, plus that of the low plane: exact (32 * 127 * 255 * 128 < 2^31).
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
@@ -34,7 +35,7 @@ TELLIN_INLINE __m512i broadcast_word(const void* p) {
 
 // The current records of a tile's rows. Rows 3 apart get a pointer each, the two between are reached by
 // index: half the registers (the empty asm keeps the compiler from undoing this).
-template <int kTokens>
+template <class Act, int kTokens>
 struct ActRows {
   const char* base[(kTokens + 2) / 3];
   int64_t stride;
@@ -47,33 +48,33 @@ struct ActRows {
       asm("" : "+r"(base[i]));
     }
   }
-  TELLIN_INLINE const ActBlock* block(int t) const {
-    return reinterpret_cast<const ActBlock*>(base[t / 3] + t % 3 * stride);
+  TELLIN_INLINE const Act* block(int t) const {
+    return reinterpret_cast<const Act*>(base[t / 3] + t % 3 * stride);
   }
   TELLIN_INLINE void advance() {
 #pragma GCC unroll 2
-    for (int i = 0; i < (kTokens + 2) / 3; ++i) base[i] += sizeof(ActBlock);
+    for (int i = 0; i < (kTokens + 2) / 3; ++i) base[i] += sizeof(Act);
   }
 };
 
-// Adds quad kQuad of a block's codes to the integer sums.
-template <QuantType T, int kQuad, int kGroups, int kTokens>
-TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActRows<kTokens>& x,
+// Adds quad kQuad of a block's codes x plane kPlane of the activations to the integer sums.
+template <QuantType T, int kPlane, int kQuad, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                             __m512i (&sum)[kGroups][kTokens]) {
   __m512i w[kGroups];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; ++g) w[g] = load_quad<format_of(T).bits, kQuad>(codes + g * group_bytes);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
-    const __m512i y = broadcast_word(x.block(t)->q + 4 * kQuad);
+    const __m512i y = broadcast_word(x.block(t)->q[kPlane] + 4 * kQuad);
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_dpbusd_epi32(sum[g][t], w[g], y);
   }
 }
 
 // Integer sums start at minus zero point x sum of the activations.
-template <QuantType T, int kGroups, int kTokens>
-TELLIN_INLINE void begin_sums(const ActRows<kTokens>& x, int half, __m512i (&sum)[kGroups][kTokens]) {
+template <QuantType T, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void begin_sums(const ActRows<Act, kTokens>& x, int half, __m512i (&sum)[kGroups][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
@@ -89,23 +90,65 @@ TELLIN_INLINE void begin_sums(const ActRows<kTokens>& x, int half, __m512i (&sum
   }
 }
 
+// Between the planes: what was summed counts 128-fold, and the start is added that one plane begins with.
+template <QuantType T, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void shift_sums(const ActRows<Act, kTokens>& x, int half, __m512i (&sum)[kGroups][kTokens]) {
+  __m512i start[kGroups][kTokens];
+  begin_sums<T>(x, half, start);
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      sum[g][t] = _mm512_add_epi32(_mm512_slli_epi32(sum[g][t], kPlaneShift), start[g][t]);
+    }
+  }
+}
+
+// All quads of a 32-feature block (kHalf < 0), or those of its half kHalf. Low and high nibbles of a vector follow
+// each other.
+template <QuantType T, int kPlane, int kHalf, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_quads(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                             __m512i (&sum)[kGroups][kTokens]) {
+  constexpr int kFirst = kHalf > 0 ? 4 : 0;
+  add_quad<T, kPlane, kFirst>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0) add_quad<T, kPlane, 4>(codes, group_bytes, x, sum);
+  add_quad<T, kPlane, kFirst + 1>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0) add_quad<T, kPlane, 5>(codes, group_bytes, x, sum);
+  add_quad<T, kPlane, kFirst + 2>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0) add_quad<T, kPlane, 6>(codes, group_bytes, x, sum);
+  add_quad<T, kPlane, kFirst + 3>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0) add_quad<T, kPlane, 7>(codes, group_bytes, x, sum);
+}
+
+// Exact integer sums of codes x whole activations of a block or of a half.
+template <QuantType T, int kHalf, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void integer_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                                __m512i (&sum)[kGroups][kTokens]) {
+  constexpr int kStart = kHalf > 0 ? 1 : 0;
+  if constexpr (Act::kPlanes == 1) {
+    begin_sums<T>(x, kStart, sum);
+    add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
+  } else {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_setzero_si512();
+    }
+    add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
+    shift_sums<T>(x, kStart, sum);
+    add_quads<T, 1, kHalf>(codes, group_bytes, x, sum);
+  }
+}
+
 // One 32-feature block: acc[group][token] += scaled integer sums (and minima).
-template <QuantType T, int kGroups, int kTokens>
-TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<kTokens>& x,
+template <QuantType T, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                              const float (*scale)[4][kRows], const float (*minimum)[4][kRows],
                              __m512 (&acc)[kGroups][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   __m512i sum[kGroups][kTokens];
-  begin_sums<T>(x, 0, sum);
   if constexpr (!kFormat.per16()) {
-    add_quad<T, 0>(codes, group_bytes, x, sum);
-    add_quad<T, 4>(codes, group_bytes, x, sum);
-    add_quad<T, 1>(codes, group_bytes, x, sum);
-    add_quad<T, 5>(codes, group_bytes, x, sum);
-    add_quad<T, 2>(codes, group_bytes, x, sum);
-    add_quad<T, 6>(codes, group_bytes, x, sum);
-    add_quad<T, 3>(codes, group_bytes, x, sum);
-    add_quad<T, 7>(codes, group_bytes, x, sum);
+    integer_sums<T, -1>(codes, group_bytes, x, sum);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const auto* block = x.block(t);
@@ -120,10 +163,7 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
       }
     }
   } else {
-    add_quad<T, 0>(codes, group_bytes, x, sum);
-    add_quad<T, 1>(codes, group_bytes, x, sum);
-    add_quad<T, 2>(codes, group_bytes, x, sum);
-    add_quad<T, 3>(codes, group_bytes, x, sum);
+    integer_sums<T, 0>(codes, group_bytes, x, sum);
     __m512 product[kGroups][kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
@@ -132,11 +172,7 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
         product[g][t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
       }
     }
-    begin_sums<T>(x, 1, sum);
-    add_quad<T, 4>(codes, group_bytes, x, sum);
-    add_quad<T, 5>(codes, group_bytes, x, sum);
-    add_quad<T, 6>(codes, group_bytes, x, sum);
-    add_quad<T, 7>(codes, group_bytes, x, sum);
+    integer_sums<T, 1>(codes, group_bytes, x, sum);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const auto* block = x.block(t);
@@ -156,7 +192,7 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
 }
 
 // Runs a tile over `num_supers` super-blocks of a chunk. acc: [kTokens][kGroups][16], 64-byte aligned.
-template <QuantType T, int kGroups, int kTokens>
+template <QuantType T, class Act, int kGroups, int kTokens>
 __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetch, size_t group_bytes,
                                         int num_supers, const uint8_t* x, int64_t row_bytes,
                                         const ChunkScales& scales, bool is_first, float* acc_io) {
@@ -170,7 +206,7 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
       acc[g][t] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(acc_io + (t * kGroups + g) * kRows);
     }
   }
-  ActRows<kTokens> rows(x, row_bytes);
+  ActRows<Act, kTokens> rows(x, row_bytes);
   const float (*scale)[4][kRows] = scales.scale;
   const float (*minimum)[4][kRows] = scales.minimum;
   for (int s = 0; s < num_supers; ++s) {
@@ -201,12 +237,12 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
   }
 }
 
-template <QuantType T, int kGroups>
+template <QuantType T, class Act, int kGroups>
 void run_tile_of(int tokens, const uint8_t* w, const uint8_t* prefetch, size_t group_bytes, int num_supers,
                  const uint8_t* x, int64_t row_bytes, const ChunkScales& scales, bool is_first, float* acc) {
 #define TELLIN_TILE(n) \
   case n:              \
-    return run_tile<T, kGroups, n>(w, prefetch, group_bytes, num_supers, x, row_bytes, scales, is_first, acc);
+    return run_tile<T, Act, kGroups, n>(w, prefetch, group_bytes, num_supers, x, row_bytes, scales, is_first, acc);
   if constexpr (kGroups == 4) {
     switch (tokens) {
       TELLIN_TILE(1)
@@ -225,7 +261,7 @@ void run_tile_of(int tokens, const uint8_t* w, const uint8_t* prefetch, size_t g
 #undef TELLIN_TILE
 }
 
-struct Int8Problem {
+struct IntProblem {
   const PackedMatrix& w;
   const QuantizedRows& x;
   float* out;
@@ -233,8 +269,8 @@ struct Int8Problem {
 };
 
 // Tokens [m0, m0 + tokens) x groups [g, g + kGroups), tokens <= kMaxTokens.
-template <QuantType T, int kGroups>
-void run_groups(const Int8Problem& p, int64_t m0, int tokens, int64_t g0) {
+template <QuantType T, class Act, int kGroups>
+void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kChunkSupers = kChunkBlocks / kFormat.blocks();
   constexpr int kSums = kFormat.per16() ? 2 : 1;
@@ -262,11 +298,11 @@ void run_groups(const Int8Problem& p, int64_t m0, int tokens, int64_t g0) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
       const uint8_t* rows = x + t0 * p.x.row_bytes;
       float* tile_acc = acc + t0 * kGroups * kRows;
-      run_tile_of<T, kGroups>(t1 - t0, w, i == 0 ? prefetch : nullptr, group_bytes, chunk, rows,
+      run_tile_of<T, Act, kGroups>(t1 - t0, w, i == 0 ? prefetch : nullptr, group_bytes, chunk, rows,
                               p.x.row_bytes, scales, s0 == 0, tile_acc);
     }
     w += chunk * kFormat.super_bytes();
-    x += chunk * kFormat.blocks() * sizeof(ActBlock);
+    x += chunk * kFormat.blocks() * sizeof(Act);
   }
   for (int t = 0; t < tokens; ++t) {
     for (int g = 0; g < kGroups; ++g) {
@@ -279,20 +315,20 @@ void run_groups(const Int8Problem& p, int64_t m0, int tokens, int64_t g0) {
   }
 }
 
-template <QuantType T>
-void linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+template <QuantType T, class Act>
+void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
                  int64_t g1, float* out, int64_t ldo) {
-  const Int8Problem problem = {w, x, out, ldo};
+  const IntProblem problem = {w, x, out, ldo};
   const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
     const int tokens = static_cast<int>(end - begin);
     int64_t g = g0;
     if (tokens <= 2) {
-      for (; g + 4 <= g1; g += 4) run_groups<T, 4>(problem, begin, tokens, g);
+      for (; g + 4 <= g1; g += 4) run_groups<T, Act, 4>(problem, begin, tokens, g);
     }
-    for (; g + 2 <= g1; g += 2) run_groups<T, 2>(problem, begin, tokens, g);
-    if (g < g1) run_groups<T, 1>(problem, begin, tokens, g);
+    for (; g + 2 <= g1; g += 2) run_groups<T, Act, 2>(problem, begin, tokens, g);
+    if (g < g1) run_groups<T, Act, 1>(problem, begin, tokens, g);
   }
 }
 
