@@ -30,7 +30,12 @@ Floats = npt.NDArray[np.float32]
 TEXT = ROOT / "benchmarks" / "data" / "fidelity.txt"
 NUM_TOKENS = 2000
 CHUNK = 250
-SETTINGS = (("default", "float16"), ("default", "int8"), ("high", "float32"))
+SETTINGS = (
+    ("default", "float16"),
+    ("default", "int8"),
+    ("int8", "float16"),
+    ("int16", "float32"),
+)
 """Activation precision and cache type of tellin's rows of the table."""
 ROWS_AT_A_TIME = 25
 """Distributions compared at a time: float64 copies of a large vocabulary stay below 100 MB."""

@@ -119,8 +119,8 @@ void bind_linear(nb::module_& m) {
   m.def("dequantize_rows", &dequantize_rows, "isa"_a, "quant_type"_a, "data"_a, "out"_a,
         "Dequantises the rows of a file tensor (uint8 bytes) to out: [rows, k] float32.");
   nb::class_<PackedLinear>(m, "PackedLinear", "A weight matrix packed for one kernel variant.")
-      .def(nb::init<const std::string&, int, const Bytes&, int64_t, int64_t, const std::string&>(), "isa"_a, "quant_type"_a,
-           "data"_a, "n"_a, "k"_a, "precision"_a = "int8")
+      .def(nb::init<const std::string&, int, const Bytes&, int64_t, int64_t, const std::string&>(), "isa"_a,
+           "quant_type"_a, "data"_a, "n"_a, "k"_a, "precision"_a = "int8")
       .def("run", &PackedLinear::run, "x"_a, "out"_a, "m0"_a, "m1"_a, "g0"_a, "g1"_a,
            nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("num_groups", &PackedLinear::num_groups)

@@ -57,7 +57,8 @@ class BoundProgram {
  public:
   BoundProgram(const std::string& isa, int num_threads, int64_t block_size, const std::string& kv_dtype,
                const std::string& act_precision)
-      : program({isa, num_threads, block_size, kv_dtype_named(kv_dtype), act_precision_named(act_precision)}) {}
+      : program(
+            {isa, num_threads, block_size, kv_dtype_named(kv_dtype), act_precision_named(act_precision)}) {}
 
   int add_weight(int type, const Bytes& data, int64_t rows, int64_t columns) {
     const int id = program.add_weight(tensor_view(type, data, rows, columns));
@@ -155,8 +156,8 @@ void bind_runtime(nb::module_& m) {
       .def(nb::init<int>(), "num_threads"_a)
       .def_prop_ro("num_threads", &ThreadTeam::num_threads);
   nb::class_<BoundProgram>(m, "Program", "A plan compiled for this machine (csrc/include/tellin/program.h).")
-      .def(nb::init<const std::string&, int, int64_t, const std::string&, const std::string&>(), "isa"_a, "num_threads"_a,
-           "block_size"_a, "kv_dtype"_a, "act_precision"_a)
+      .def(nb::init<const std::string&, int, int64_t, const std::string&, const std::string&>(), "isa"_a,
+           "num_threads"_a, "block_size"_a, "kv_dtype"_a, "act_precision"_a)
       .def(
           "add_buffer",
           [](BoundProgram& p, int64_t width, bool logit_rows) {

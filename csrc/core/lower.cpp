@@ -64,7 +64,8 @@ void Program::State::append(const RowOp& op, Buffer& target) {
 }
 
 void Program::State::wrote(const Buffer& target) {
-  quantized_valid.erase(std::remove(quantized_valid.begin(), quantized_valid.end(), &target), quantized_valid.end());
+  quantized_valid.erase(std::remove(quantized_valid.begin(), quantized_valid.end(), &target),
+                        quantized_valid.end());
 }
 
 void Program::State::quantize(Buffer& x) {

@@ -117,8 +117,7 @@ int Program::add_weight(const TensorView& tensor) {
   check_tensor(tensor);
   auto weight = std::make_unique<Weight>();
   weight->source = tensor;
-  weight->precision =
-      is_float(tensor.type) ? ActPrecision::kFloat32 : state_->precision;
+  weight->precision = is_float(tensor.type) ? ActPrecision::kFloat32 : state_->precision;
   const LinearKernels& kernels = *state_->kernels.linear;
   if (kernels.packed_group_bytes(tensor.type, tensor.columns, weight->precision) == 0) {
     weight->precision = ActPrecision::kFloat32;

@@ -38,7 +38,7 @@ def run(packed: _C.PackedLinear, x: cases.Floats, n: int) -> cases.Floats:
 def test_rectangles_and_batches_are_bitwise_equal(
     variant: str, quant_type: QuantType, precision: str
 ) -> None:
-    """Batches of 1 to 40 rows, random rectangles, rows at other positions; nothing else is written."""
+    """Batches of 1 to 40 rows, random rectangles, rows at other positions; no stray writes."""
     rng = np.random.default_rng(int(quant_type))
     n, k = 150, {256: 512, 32: 352, 1: 301}[quant_type.block_size]
     w = cases.random_tensor(quant_type, n, k)
@@ -157,7 +157,9 @@ def test_wide_variants_agree_bitwise() -> None:
         x = rng.standard_normal((7, k)).astype(np.float32)
         results = [run(pack(v, w, precision), x, w.n) for v in wide]
         for other in results[1:]:
-            np.testing.assert_array_equal(other, results[0], err_msg=f"{quant_type.name} {precision}")
+            np.testing.assert_array_equal(
+                other, results[0], err_msg=f"{quant_type.name} {precision}"
+            )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -76,13 +76,14 @@ def test_quantised_weights(quant_type: QuantType) -> None:
     token_ids = tiny_token_ids()
     expected = logits_of(ReferenceBackend(plan), token_ids)
 
-    def error(precision: str) -> np.ndarray:
+    def relative_error(precision: str) -> float:
         backend = NativeBackend(plan, activation_precision=precision, kv_cache_dtype="float32")
-        return np.abs(logits_of(backend, token_ids) - expected)
+        error = logits_of(backend, token_ids) - expected
+        return float(np.sqrt(np.mean(error**2)) / expected.std())
 
-    assert error("float32").max() < 2e-4
-    assert error("int16").max() < 2e-3
-    assert np.sqrt(np.mean(error("int8") ** 2)) < 0.03 * expected.std()
+    assert relative_error("float32") < 1e-5
+    assert relative_error("int16") < 5e-4
+    assert relative_error("int8") < 0.03
 
 
 def mixed_steps(backend: Any) -> list[np.ndarray]:

@@ -109,9 +109,6 @@ def test_the_capital_of_france(native: NativeBackend, golden: Golden) -> None:
     assert greedy(native, golden["prompt_ids"].tolist(), len(expected)) == expected
 
 
-@pytest.mark.xfail(
-    reason="the first word is a near tie (0.08 nats) that int8 activations turn", strict=True
-)
 def test_the_capital_of_france_in_default_precision(smollm2_path: Path, golden: Golden) -> None:
     expected = golden["output_ids"].tolist()
     backend = make_backend(NativeBackend, smollm2_path)

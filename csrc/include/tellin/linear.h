@@ -1,8 +1,8 @@
 // Linear layers over packed weights: the border between the plan executor and the matrix kernels.
 //
 // A weight matrix [n, k] (n output features, k input features) is packed once, in groups of kGroupRows output
-// rows, losslessly in value. A kernel call computes a rectangle of the output: tokens [m0, m1) x groups [g0, g1).
-// Kernels do not allocate, do not throw and know no threads. The value of an output element is one fixed
+// rows, losslessly in value. A kernel call computes a rectangle of the output: tokens [m0, m1) x groups [g0,
+// g1). Kernels do not allocate, do not throw and know no threads. The value of an output element is one fixed
 // sequence of floating-point operations over k: it does not depend on the rectangle it was computed in.
 //
 // PODs only (see quant_types.h): included by every instruction-set unit.
@@ -42,13 +42,13 @@ struct QuantizedRows {
 struct LinearKernels {
   const char* isa;
 
-  // Bytes of one packed group; 0 if there is no layout for this type, precision and k (k must be a whole number
-  // of the type's blocks).
+  // Bytes of one packed group; 0 if there is no layout for this type, precision and k (k must be a whole
+  // number of the type's blocks).
   size_t (*packed_group_bytes)(QuantType type, int64_t k, ActPrecision precision);
   // Packs groups [g0, g1) of the row-major file tensor `src` ([n, k], rows contiguous, any alignment) to
   // dst + g * group_bytes. Needs no state: different groups may be packed by different threads.
-  void (*pack_groups)(QuantType type, ActPrecision precision, const uint8_t* src, int64_t n, int64_t k, int64_t g0,
-                      int64_t g1, uint8_t* dst);
+  void (*pack_groups)(QuantType type, ActPrecision precision, const uint8_t* src, int64_t n, int64_t k,
+                      int64_t g0, int64_t g1, uint8_t* dst);
   // Layout id for PackedMatrix::layout.
   int32_t (*layout_id)(QuantType type, ActPrecision precision);
 
@@ -56,16 +56,17 @@ struct LinearKernels {
   size_t (*quantized_row_bytes)(int64_t k, ActPrecision precision);
   // Quantises one float32 row [k] into row `row` of `out`. A block of kActBlock values that holds a NaN or an
   // infinity makes every output of that row NaN.
-  void (*quantize_row)(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out);
+  void (*quantize_row)(ActPrecision precision, const float* x, int64_t k, int64_t row,
+                       const QuantizedRows& out);
 
   // out[m * ldo + n] = sum over k, for m in [m0, m1) and n in the groups [g0, g1) (only n < w.n is written).
   // `out` points to row 0, column 0 of the whole result. linear_int8 and linear_int16 take matrices
   // packed for kInt8 and rows quantised for kInt8 and kInt16; linear_f32 takes matrices packed for kFloat32
   // (x + m * ldx is row m, [k]).
-  void (*linear_int8)(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
-                      float* out, int64_t ldo);
-  void (*linear_int16)(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
-                       float* out, int64_t ldo);
+  void (*linear_int8)(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                      int64_t g1, float* out, int64_t ldo);
+  void (*linear_int16)(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                       int64_t g1, float* out, int64_t ldo);
   void (*linear_f32)(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0,
                      int64_t g1, float* out, int64_t ldo);
 
@@ -73,8 +74,8 @@ struct LinearKernels {
   void (*dequantize_row)(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
 };
 
-// Table of the best variant this machine runs (isa == nullptr), or of the one named: "avx512", "avxvnni", "avx2",
-// "neon" or "portable" (nullptr if it is unknown or cannot run here).
+// Table of the best variant this machine runs (isa == nullptr), or of the one named: "avx512", "avxvnni",
+// "avx2", "neon" or "portable" (nullptr if it is unknown or cannot run here).
 const LinearKernels* linear_kernels(const char* isa);
 
 // The variants this machine runs, best first.

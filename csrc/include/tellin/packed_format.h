@@ -114,8 +114,8 @@ constexpr size_t packed_group_size(QuantType type, int64_t k) {
   return (static_cast<size_t>(padded) * kRows * (f.bits / 8) + 63) / 64 * 64;
 }
 
-// Quantised activations of one row: one record per 32 features. With one plane x = scale * q[0] (8 bits), with
-// two x = scale * (128 * q[0] + q[1]) (15 bits).
+// Quantised activations of one row: one record per 32 features. With one plane x = scale * q[0] (8 bits),
+// with two x = scale * (128 * q[0] + q[1]) (15 bits).
 template <int kNumPlanes>
 struct ActRecord {
   static constexpr int kPlanes = kNumPlanes;

@@ -11,7 +11,7 @@ namespace {
 
 template <class Act>
 void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
-                     int64_t g1, float* out, int64_t ldo) {
+                    int64_t g1, float* out, int64_t ldo) {
   switch (w.source) {
 #define TELLIN_CASE(type) \
   case QuantType::type:   \
@@ -55,8 +55,16 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
   }
 }
 
-constexpr LinearKernels kTable = {"avx2", nullptr, nullptr, nullptr, nullptr, quantize_row,
-                                  linear_int_any<Act8>, linear_int_any<Act16>, linear_f32_any, nullptr};
+constexpr LinearKernels kTable = {"avx2",
+                                  nullptr,
+                                  nullptr,
+                                  nullptr,
+                                  nullptr,
+                                  quantize_row,
+                                  linear_int_any<Act8>,
+                                  linear_int_any<Act16>,
+                                  linear_f32_any,
+                                  nullptr};
 
 }  // namespace
 

@@ -256,7 +256,8 @@ __attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t (*code
       for (int i = 0; i < kStep; i += 64) __builtin_prefetch(prefetch + i, 0, 3);
       prefetch += kStep;
     }
-    add_block<T, Act, kTokens>(codes[b], x, row_bytes, chunk.scale + b * kSums, chunk.minimum + b * kSums, acc);
+    add_block<T, Act, kTokens>(codes[b], x, row_bytes, chunk.scale + b * kSums, chunk.minimum + b * kSums,
+                               acc);
     x += sizeof(Act);
   }
 }
@@ -313,10 +314,10 @@ void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
       const uint8_t* const rows = x + t0 * p.x.row_bytes;
       switch (t1 - t0) {
-#define TELLIN_TILE(n)                                                                            \
-  case n:                                                                                         \
+#define TELLIN_TILE(n)                                                                                 \
+  case n:                                                                                              \
     run_tile<T, Act, n>(chunk, chunk.codes, i == 0 ? ahead : nullptr, supers * kFormat.blocks(), rows, \
-                   p.x.row_bytes, acc + t0 * kRows);                                              \
+                        p.x.row_bytes, acc + t0 * kRows);                                              \
     break;
         TELLIN_TILE(1)
         TELLIN_TILE(2)
@@ -338,8 +339,8 @@ void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g) {
 }
 
 template <QuantType T, class Act>
-void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
-                 int64_t g1, float* out, int64_t ldo) {
+void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
+                float* out, int64_t ldo) {
   const IntProblem problem = {w, x, out, ldo};
   const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
   for (int64_t i = 0; i < num_passes; ++i) {

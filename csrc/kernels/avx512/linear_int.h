@@ -7,8 +7,9 @@
 //
 // A value is, for each block of 32 features in order: t = float(int32 sum) * scale (per 16: a second product
 // fused on); acc = fma(t, activation scale, acc); acc = fma(minimum, scaled activation sum, acc). Nothing in
-// it depends on the tile, so rows are equal bit for bit whatever else is computed. With two planes the integer
-// sum is that of the high plane, shifted, plus that of the low plane: exact (32 * 127 * 255 * 128 < 2^31).
+// it depends on the tile, so rows are equal bit for bit whatever else is computed. With two planes the
+// integer sum is that of the high plane, shifted, plus that of the low plane: exact (32 * 127 * 255 * 128 <
+// 2^31).
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
@@ -104,8 +105,8 @@ TELLIN_INLINE void shift_sums(const ActRows<Act, kTokens>& x, int half, __m512i 
   }
 }
 
-// All quads of a 32-feature block (kHalf < 0), or those of its half kHalf. Low and high nibbles of a vector follow
-// each other.
+// All quads of a 32-feature block (kHalf < 0), or those of its half kHalf. Low and high nibbles of a vector
+// follow each other.
 template <QuantType T, int kPlane, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void add_quads(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                              __m512i (&sum)[kGroups][kTokens]) {
@@ -240,9 +241,10 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
 template <QuantType T, class Act, int kGroups>
 void run_tile_of(int tokens, const uint8_t* w, const uint8_t* prefetch, size_t group_bytes, int num_supers,
                  const uint8_t* x, int64_t row_bytes, const ChunkScales& scales, bool is_first, float* acc) {
-#define TELLIN_TILE(n) \
-  case n:              \
-    return run_tile<T, Act, kGroups, n>(w, prefetch, group_bytes, num_supers, x, row_bytes, scales, is_first, acc);
+#define TELLIN_TILE(n)                                                                              \
+  case n:                                                                                           \
+    return run_tile<T, Act, kGroups, n>(w, prefetch, group_bytes, num_supers, x, row_bytes, scales, \
+                                        is_first, acc);
   if constexpr (kGroups == 4) {
     switch (tokens) {
       TELLIN_TILE(1)
@@ -299,7 +301,7 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0) {
       const uint8_t* rows = x + t0 * p.x.row_bytes;
       float* tile_acc = acc + t0 * kGroups * kRows;
       run_tile_of<T, Act, kGroups>(t1 - t0, w, i == 0 ? prefetch : nullptr, group_bytes, chunk, rows,
-                              p.x.row_bytes, scales, s0 == 0, tile_acc);
+                                   p.x.row_bytes, scales, s0 == 0, tile_acc);
     }
     w += chunk * kFormat.super_bytes();
     x += chunk * kFormat.blocks() * sizeof(Act);
@@ -316,8 +318,8 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0) {
 }
 
 template <QuantType T, class Act>
-void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
-                 int64_t g1, float* out, int64_t ldo) {
+void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
+                float* out, int64_t ldo) {
   const IntProblem problem = {w, x, out, ldo};
   const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
   for (int64_t i = 0; i < num_passes; ++i) {

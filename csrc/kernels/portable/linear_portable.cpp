@@ -150,8 +150,8 @@ const Act* act_row(const QuantizedRows& x, int64_t m) {
 }
 
 template <QuantType T, class Act>
-void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
-                 int64_t g1, float* out, int64_t ldo) {
+void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
+                float* out, int64_t ldo) {
   constexpr PackedFormat kFormat = format_of(T);
   const int64_t num_super = static_cast<int64_t>(w.group_bytes / kFormat.super_bytes());
   Block block;
@@ -278,7 +278,7 @@ void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row
 
 template <class Act>
 void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
-                     int64_t g1, float* out, int64_t ldo) {
+                    int64_t g1, float* out, int64_t ldo) {
   switch (w.source) {
 #define TELLIN_CASE(type) \
   case QuantType::type:   \
@@ -325,8 +325,16 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
 }  // namespace
 
 const LinearKernels* portable_linear_table() {
-  static const LinearKernels table = {"portable", nullptr, nullptr, nullptr, nullptr, quantize_row,
-                                      linear_int_any<Act8>, linear_int_any<Act16>, linear_f32_any, nullptr};
+  static const LinearKernels table = {"portable",
+                                      nullptr,
+                                      nullptr,
+                                      nullptr,
+                                      nullptr,
+                                      quantize_row,
+                                      linear_int_any<Act8>,
+                                      linear_int_any<Act16>,
+                                      linear_f32_any,
+                                      nullptr};
   return &table;
 }
 

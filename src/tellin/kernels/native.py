@@ -39,9 +39,9 @@ _PACK_SLICE_BYTES = 8 << 20
 def resolve_activation_precision(name: str, hidden_size: int) -> str:
     """Arithmetic of an ``activation_precision`` setting: int8, int16 or float32.
 
-    ``default`` is int16 for models of at most `INT16_MAX_HIDDEN_SIZE`, int8 above. Rounding the
-    activations to 8 bits costs a small model visibly more than it costs a large one, and speed where
-    there is plenty: decoding waits for memory either way.
+    ``default`` is int16 for models of at most `INT16_MAX_HIDDEN_SIZE`, int8 above. 8 bits hurt a
+    small model visibly more than a large one, and 15 bits cost speed where there is plenty: in
+    prefill; decoding waits for memory either way.
 
     Raises:
         InvalidParameterError: unknown name.
