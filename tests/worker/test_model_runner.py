@@ -107,6 +107,51 @@ def test_block_copies_come_before_the_pass() -> None:
     assert d.runner.sample_tokens(None).sampled_token_ids == [d.outputs["a"]]
 
 
+@pytest.mark.parametrize(
+    "place", ["_finish", "_add", "append_blocks", "_update_cached", "_place", "_reserve"]
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_interrupt_while_a_step_is_applied(
+    place: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C anywhere in `apply`: the step's requests end, the others go on as if alone."""
+    d = driver(logits_processors=(Forcing,))
+    for i in range(4):
+        d.add(f"r{i}", prompt_of(i), PARAMS[i], rng_key=100 + i)
+    d.step()
+    d.step({"r0": 1, "r1": 1, "r2": 1})
+    batch = d.runner.batch
+    original, calls = getattr(batch, place), []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) > at:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(batch, place, interrupted)
+    d.finish("r0")
+    d.add("new", [1, 2, 3] * 20, SamplingParams(extra_args={"force": 3}))
+    computed = dict(d.computed)
+    try:
+        d.runner.execute_model(d.schedule({"r1": 1, "new": 60}))
+        d.runner.sample_tokens(None)
+    except KeyboardInterrupt:
+        pass
+    monkeypatch.undo()
+    for req_id in ("r1", "new"):
+        d.finish(req_id)
+    d.finished.add("r0")
+    d.computed = {r: c for r, c in computed.items() if r in ("r2", "r3")}
+    d.add("later", prompt_of(5), PARAMS[5], rng_key=105)
+    d.run(6)
+    assert set(batch.states) == {"r2", "r3", "later"}
+    for req_id, i in (("r2", 2), ("r3", 3), ("later", 5)):
+        assert d.outputs[req_id][:6] == solo(i, 6)
+    slots = [state.slot for state in batch.states.values()]
+    assert len({*slots, *batch._free_slots}) == batch._num_slots
+
+
 def test_empty_step_only_forgets() -> None:
     d = driver()
     d.add("a", [1, 2])

@@ -73,6 +73,7 @@ class InputBatch:
         self._row_of: dict[str, int] = {}
         self._free_slots: list[int] = []
         self._num_slots = 0
+        self._is_consistent = True
 
     @property
     def num_rows(self) -> int:
@@ -96,7 +97,12 @@ class InputBatch:
         Returns:
             How the rows changed, or None; and the states that are new.
         """
-        removed = [row for req_id in step.finished_req_ids if (row := self._finish(req_id)) >= 0]
+        removed = [] if self._is_consistent else self._recover()
+        self._is_consistent = False
+        for req_id in step.finished_req_ids:
+            row = self._finish(req_id)
+            if row >= 0:
+                removed.append(row)
         scheduled = step.num_scheduled_tokens
         entering: list[RequestState] = []
         in_rows = len(self._row_of)
@@ -113,9 +119,22 @@ class InputBatch:
         self._update_cached(step.scheduled_cached_reqs, entering)
         entering.extend(new_states)
         self._write_drafts(step.scheduled_spec_decode_tokens)
-        if not removed and not entering:
-            return None, new_states
-        return self._place(removed, entering), new_states
+        update = self._place(removed, entering) if removed or entering else None
+        self._is_consistent = True
+        return update, new_states
+
+    def _recover(self) -> list[int]:
+        """Repair what an interrupt in `apply` left: all requests leave the rows.
+
+        Those of the interrupted step are finished with the next one; the others enter again.
+
+        Returns:
+            The rows that are free now: all of them.
+        """
+        self.states_by_slot = {state.slot: state for state in self.states.values()}
+        self._free_slots = [s for s in range(self._num_slots) if s not in self.states_by_slot]
+        self._row_of = {}
+        return list(range(len(self.row_states)))
 
     def _finish(self, req_id: str) -> int:
         """Forget a request; returns the row it had, or -1."""
@@ -137,6 +156,8 @@ class InputBatch:
         state = RequestState(
             data.req_id, slot, data.sampling_params, data.pooling_params, data.rng_key
         )
+        if data.req_id in self.states:  # left over from a step that was interrupted
+            self._finish(data.req_id)
         self.states[data.req_id] = state
         self.states_by_slot[slot] = state
         self.token_ids[slot, :num_tokens] = data.token_ids
