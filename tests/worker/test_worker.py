@@ -96,8 +96,10 @@ def test_4_8_wake_by_tags(worker: Worker) -> None:
     worker.sleep(2)
     worker.wake_up(["weights"])
     assert worker.is_sleeping
+    step = Driver(worker).schedule()
+    step.total_num_scheduled_tokens = 1
     with pytest.raises(EngineError, match="kv_cache"):
-        worker.execute_model(Driver(worker).schedule())
+        worker.execute_model(step)
     worker.wake_up(["weights"])  # awake already: a warning, nothing more
     worker.wake_up(["kv_cache", "scheduling"])
     assert not worker.is_sleeping
