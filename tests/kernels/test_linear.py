@@ -24,7 +24,8 @@ def assert_close(out: cases.Floats, x: cases.Floats, w: cases.FileTensor, precis
     """|error| <= roundings x half an ulp x the sum of the products' magnitudes.
 
     Roundings: one per product (float), four per block of 32 (integers). A format with minima
-    computes scale * code and minimum apart, each of which may be as large as the largest weight times x.
+    computes scale * code and minimum apart, each of which may be as large as the largest weight
+    times x.
     """
     expected, magnitude = cases.reference_linear(x, w, precision)
     roundings = (w.k if precision == "float32" else 4 * w.k / 32) + 4
