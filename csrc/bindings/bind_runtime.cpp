@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -25,6 +26,7 @@ namespace {
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Spans = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>, nb::c_contig>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
 using PartTuple = std::tuple<int, int, int>;  // weight, bias, out
@@ -131,6 +133,25 @@ class BoundProgram {
   Rows hidden() {
     const std::lock_guard<std::mutex> lock(mutex);
     return to_numpy(program.hidden());
+  }
+
+  void set_profile(bool enabled) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    program.set_profile(enabled);
+  }
+  // Spans [n, 4] (stage, member, begin, end), and the time now on their clock, in nanoseconds.
+  nb::tuple take_spans() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    auto spans = std::make_unique<std::vector<StageSpan>>(program.take_spans());
+    static_assert(sizeof(StageSpan) == 4 * sizeof(int64_t));
+    auto* data = reinterpret_cast<int64_t*>(spans->data());
+    const size_t count = spans->size();
+    const nb::capsule owner(spans.get(),
+                            [](void* p) noexcept { delete static_cast<std::vector<StageSpan>*>(p); });
+    spans.release();
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return nb::make_tuple(Spans(data, {count, 4}, owner),
+                          std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
   }
 
   Program program;
@@ -264,9 +285,11 @@ void bind_runtime(nb::module_& m) {
            "query_start_loc"_a.noconvert(), "seq_lens"_a.noconvert(), "block_table"_a.noconvert(),
            "logits_indices"_a.noconvert())
       .def("hidden", &BoundProgram::hidden)
-      .def(
-          "set_profile", [](BoundProgram& p, bool enabled) { p.program.set_profile(enabled); }, "enabled"_a)
+      .def("set_profile", &BoundProgram::set_profile, "enabled"_a)
       .def("profile", [](BoundProgram& p) { return p.program.profile(); })
+      .def_prop_ro("num_stages", [](BoundProgram& p) { return p.program.num_stages(); })
+      .def("stage_seconds", [](BoundProgram& p) { return p.program.stage_seconds(); })
+      .def("take_spans", &BoundProgram::take_spans)
       .def("listing", [](BoundProgram& p) { return p.program.listing(); })
       .def_prop_ro("kv_bytes_per_block", [](BoundProgram& p) { return p.program.kv_bytes_per_block(); })
       .def_prop_ro("num_kv_blocks", [](BoundProgram& p) { return p.program.num_kv_blocks(); })

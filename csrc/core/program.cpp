@@ -230,7 +230,27 @@ void Program::init_kv_cache(int64_t num_blocks) {
 
 void Program::set_profile(bool enabled) {
   state_->profiling = enabled;
-  if (enabled) std::fill(state_->stage_seconds.begin(), state_->stage_seconds.end(), 0.0);
+  if (!enabled) return;
+  std::fill(state_->stage_seconds.begin(), state_->stage_seconds.end(), 0.0);
+  state_->member_spans.assign(static_cast<size_t>(num_threads()), {});
+  for (State::MemberSpans& member : state_->member_spans) member.spans.reserve(kMaxSpans);
+}
+
+const std::vector<double>& Program::stage_seconds() const {
+  return state_->stage_seconds;
+}
+
+int Program::num_stages() const {
+  return static_cast<int>(state_->stages.size());
+}
+
+std::vector<StageSpan> Program::take_spans() {
+  std::vector<StageSpan> all;
+  for (State::MemberSpans& member : state_->member_spans) {
+    all.insert(all.end(), member.spans.begin(), member.spans.end());
+    member.spans.clear();
+  }
+  return all;
 }
 
 std::map<std::string, double> Program::profile() const {

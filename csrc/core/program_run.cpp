@@ -19,6 +19,10 @@ double seconds_between(Clock::time_point a, Clock::time_point b) {
   return std::chrono::duration<double>(b - a).count();
 }
 
+int64_t nanoseconds(Clock::time_point time) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
+}
+
 std::string row_text(const char* array, int64_t index, int64_t value) {
   return std::string(array) + "[" + std::to_string(index) + "] is " + std::to_string(value);
 }
@@ -113,17 +117,36 @@ class Program::Run final : public ThreadTeam::Job {
       const int64_t tasks = entry.stage->prepare(*state_.passes[pass_]);
       if (tasks == 0) continue;
       current_ = entry.stage.get();
+      ++state_.stage_serial;
       return tasks;
     }
   }
 
-  void run_task(int64_t task, int member) noexcept override { current_->run(task, member); }
+  void run_task(int64_t task, int member) noexcept override {
+    if (!state_.profiling) {
+      current_->run(task, member);
+      return;
+    }
+    const int64_t begin = nanoseconds(Clock::now());
+    current_->run(task, member);
+    note_span(member, begin, nanoseconds(Clock::now()));
+  }
 
  private:
   void record() {
     const Clock::time_point now = Clock::now();
     state_.stage_seconds[next_ - 1] += seconds_between(last_time_, now);
     last_time_ = now;
+  }
+
+  void note_span(int member, int64_t begin, int64_t end) noexcept {
+    State::MemberSpans& mine = state_.member_spans[static_cast<size_t>(member)];
+    if (mine.serial == state_.stage_serial && !mine.spans.empty()) {
+      mine.spans.back().end_ns = end;
+    } else if (mine.spans.size() < mine.spans.capacity()) {
+      mine.spans.push_back({static_cast<int64_t>(next_) - 1, member, begin, end});
+      mine.serial = state_.stage_serial;
+    }
   }
 
   Pass& new_pass(int64_t first_row) {

@@ -60,6 +60,13 @@ struct Program::State {
 
   bool profiling = false;
   std::vector<double> stage_seconds;
+  // One list per member, on cache lines of its own: members write at the same time.
+  struct alignas(64) MemberSpans {
+    std::vector<StageSpan> spans;
+    int64_t serial = -1;  // of the stage run that the last span belongs to
+  };
+  std::vector<MemberSpans> member_spans;
+  int64_t stage_serial = 0;  // counts stage runs while profiling
 
   // Lowering. Each throws std::invalid_argument for operands that do not exist or do not fit.
   Buffer& buffer(int id) const;

@@ -46,6 +46,14 @@ struct TensorView {
   int64_t rows, columns;
 };
 
+// When a thread worked on a stage: from the start of its first task to the end of its last one.
+struct StageSpan {
+  int64_t stage;     // index in listing()
+  int64_t member;    // of the thread team; 0 is the thread that called forward()
+  int64_t begin_ns;  // steady clock
+  int64_t end_ns;
+};
+
 // Rows of an output buffer; the memory lives as long as someone holds it.
 struct RowsView {
   std::shared_ptr<MappedMemory> memory;
@@ -119,6 +127,12 @@ class Program {
   void set_profile(bool enabled);
   // Seconds per kind of stage since profiling was switched on.
   std::map<std::string, double> profile() const;
+  // The same per stage, in order.
+  const std::vector<double>& stage_seconds() const;
+  // Spans of all threads since the last call; a thread keeps at most kMaxSpans.
+  std::vector<StageSpan> take_spans();
+  static constexpr size_t kMaxSpans = 200000;
+  int num_stages() const;
   // One line per stage, in order.
   std::vector<std::string> listing() const;
 

@@ -19,7 +19,6 @@ from tellin.engine.core_client import EngineCoreClient, SyncCoreClient
 from tellin.engine.input_processor import InputProcessor
 from tellin.engine.output_processor import Output, OutputProcessor
 from tellin.engine.parallel_sampling import ParentRequest
-from tellin.engine.profiling import ScopeRecorder
 from tellin.engine.renderer import ChatTokenizer, Renderer
 from tellin.engine.request_handle import RequestHandle
 from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager
@@ -36,6 +35,7 @@ from tellin.exceptions import (
 from tellin.metrics import IterationStats, Metric
 from tellin.protocol import EngineCoreRequest, LoRARequest, SchedulerStats
 from tellin.sampling_params import PoolingParams, SamplingParams
+from tellin.trace import ScopeRecorder
 
 if TYPE_CHECKING:
     from tellin.engine.dp_group import DataParallelGroup
@@ -388,12 +388,17 @@ class LLMEngine:
         self.engine_core.call_utility("reset_encoder_cache")
 
     def start_profile(self, prefix: str | None = None) -> None:
-        """Begin to record a trace."""
-        self.engine_core.call_utility("profile", True, prefix)
+        """Begin to record a trace of phases, plan operations and threads.
 
-    def stop_profile(self) -> None:
-        """End the trace and write it."""
-        self.engine_core.call_utility("profile", False, None)
+        Args:
+            prefix: of the trace file's path; default: ``tellin-trace`` in the working folder.
+        """
+        self.engine_core.call_utility("profile", True, prefix)
+        self.scopes.start()
+
+    def stop_profile(self) -> str | None:
+        """End the trace and write it; returns its path. It opens in https://ui.perfetto.dev."""
+        return self.scopes.add_to(self.engine_core.call_utility("profile", False, None), "shell")
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter; whether it was new."""

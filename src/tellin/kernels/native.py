@@ -10,6 +10,7 @@ row's bits depend on its own tokens only.
 from __future__ import annotations
 
 import mmap
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -97,10 +98,13 @@ class NativeBackend:
         except ValueError as error:
             raise InvalidParameterError(str(error)) from None
         self._program: _C.Program | None = program
+        compiler = _Compiler(program, plan)
         try:
-            _Compiler(program, plan).run()
+            compiler.run()
         except MemoryError as error:
             raise OutOfMemoryError("the packed weights do not fit into memory") from error
+        self.op_stages: tuple[int, ...] = tuple(compiler.op_stages)
+        """For each operation of the plan the stage, an index of `listing`, that computes it."""
         self.info: dict[str, Any] = {
             "backend": "native",
             "isa": program.isa,
@@ -191,6 +195,21 @@ class NativeBackend:
         seconds = self._live().profile()
         return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
+    def stage_seconds(self) -> list[float]:
+        """Seconds of every stage since profiling began."""
+        return self._live().stage_seconds()
+
+    def take_spans(self) -> npt.NDArray[np.int64]:
+        """When each thread worked on which stage while profiling; every span is handed out once.
+
+        Returns:
+            ``[n, 4]``: stage, thread (0 called `forward`), begin and end in nanoseconds of
+            `time.monotonic_ns`. A thread keeps the first 200,000 spans since the last call.
+        """
+        spans, now = self._live().take_spans()
+        spans[:, 2:] += time.monotonic_ns() - now
+        return spans
+
     def listing(self) -> list[str]:
         """The compiled stages in order, one line each."""
         return self._live().listing()
@@ -221,6 +240,7 @@ class _Compiler:
         self.packed: list[tuple[int, TensorRef]] = []
         self.vectors: dict[tuple[int, float], int] = {}
         self.rotaries: dict[ir.RotaryTable, int] = {}
+        self.op_stages: list[int] = []
 
     def run(self) -> None:
         for buffer in self.plan.buffers:
@@ -230,6 +250,8 @@ class _Compiler:
             self._call(None, self.program.add_kv_layer, layer.num_kv_heads, layer.head_dim)
         for op in self.plan.ops:
             _EMIT[type(op)](self, op)
+            # Joined a chain of row operations, or its main stage is the last it made.
+            self.op_stages.append(self.program.num_stages - 1)
         hidden = _NONE if self.plan.hidden is None else self.buffers[self.plan.hidden.id]
         self.program.finalize(self.buffers[self.plan.output.id], hidden, self.plan.vocab_size)
         for weight, tensor in self.packed:
