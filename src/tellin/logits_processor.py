@@ -8,8 +8,8 @@ request that the diffs say is at index i. A processor of a single request is jus
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
-import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -91,8 +91,32 @@ def load_logits_processors(specs: Iterable[Any]) -> list[type[LogitsProcessor]]:
     Raises:
         InvalidParameterError: a spec is no `LogitsProcessor` subclass, or cannot be imported.
     """
+    import importlib.metadata  # not at the top: it is slow to import
+
     plugins = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
     return [_resolve(spec) for spec in [*(plugin.value for plugin in plugins), *specs]]
+
+
+def check_by_processors(params: SamplingParams, specs: tuple[Any, ...]) -> None:
+    """Ask every engine-wide processor whether it accepts a request's parameters.
+
+    Raises:
+        InvalidParameterError: one does not.
+    """
+    for cls in _cached_classes(specs):
+        try:
+            cls.validate_params(params)
+        except ValueError as error:
+            raise InvalidParameterError(
+                f"{cls.__name__} refuses these parameters: {error}",
+                parameter="sampling_params",
+                value=params,
+            ) from error
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_classes(specs: tuple[Any, ...]) -> tuple[type[LogitsProcessor], ...]:
+    return tuple(load_logits_processors(specs))
 
 
 def _resolve(spec: Any) -> type[LogitsProcessor]:

@@ -10,7 +10,7 @@ import pytest
 
 from tellin.config import SpeculativeConfig
 from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
-from tellin.logits_processor import BatchUpdate, LogitsProcessor
+from tellin.logits_processor import BatchUpdate, LogitsProcessor, check_by_processors
 from tellin.sampling_params import SamplingParams
 from tellin.step_protocol import GrammarOutput, LogprobsLists
 from tellin.worker.model_runner import ModelRunner
@@ -568,6 +568,13 @@ def test_processors_that_cannot_be_loaded() -> None:
             driver(logits_processors=(spec,))
     with pytest.raises(UnsupportedFeatureError):
         driver(logits_processors=(Flat,), speculative=SpeculativeConfig("ngram", 2))
+
+
+def test_3_11_1_processors_check_parameters() -> None:
+    """`validate_params` runs at admission and refuses with the processor's name."""
+    check_by_processors(SamplingParams(), (Forcing, "tests.worker.test_model_runner:Flat"))
+    with pytest.raises(InvalidParameterError, match=r"Forcing.*must not be negative"):
+        check_by_processors(SamplingParams(extra_args={"force": -1}), (Forcing,))
 
 
 def test_logprobs_modes_reach_the_sampler() -> None:

@@ -14,6 +14,7 @@ from tellin.exceptions import (
     InvalidParameterError,
     UnsupportedFeatureError,
 )
+from tellin.logits_processor import check_by_processors
 from tellin.protocol import EngineCoreReady
 from tellin.sampling_params import PoolingParams, SamplingParams
 
@@ -49,6 +50,7 @@ def check_sampling_params(
             "thinking_token_budget is not supported: nothing here knows where a model's thoughts "
             "begin and end; leave it out"
         )
+    check_by_processors(params, model.logits_processors)
     if not has_tokenizer:
         _check_needs_no_tokenizer(params)
     if params.structured_outputs is not None:
