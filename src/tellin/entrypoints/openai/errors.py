@@ -1,0 +1,132 @@
+"""Errors as HTTP answers in OpenAI's shape.
+
+Every exception maps to one status and one body. What the client did is 4xx; 500 is left for bugs.
+Messages of unexpected exceptions stay in the log.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from tellin import exceptions
+
+RETRY_AFTER_S = 1
+"""What an overloaded server asks clients to wait."""
+
+
+@dataclass
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    type: str = "invalid_request_error"
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body that OpenAI's clients understand."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self.body())
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param, code)
+
+
+def not_ready(message: str) -> ApiError:
+    return ApiError(
+        503,
+        message,
+        code="service_unavailable",
+        type="server_error",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def to_api_error(error: BaseException) -> ApiError:
+    """The answer to any exception."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ValidationError):
+        return _from_validation(error)
+    message = str(error)
+    if isinstance(error, exceptions.ContextLengthError):
+        return bad_request(message, "messages", "context_length_exceeded")
+    if isinstance(error, exceptions.InvalidParameterError):
+        return bad_request(message, error.parameter, "invalid_value")
+    if isinstance(error, exceptions.DuplicateRequestError):
+        return ApiError(409, message, "request_id", "duplicate_request")
+    if isinstance(error, exceptions.RequestError):
+        return bad_request(message)
+    if isinstance(error, exceptions.RequestTimeoutError):
+        return ApiError(504, message, code="timeout", type="timeout_error")
+    if isinstance(error, exceptions.EngineOverloadedError):
+        return ApiError(
+            429,
+            message,
+            code="engine_overloaded",
+            type="rate_limit_error",
+            headers={"Retry-After": str(RETRY_AFTER_S)},
+        )
+    if isinstance(error, exceptions.EngineError):
+        return not_ready(message)
+    if isinstance(error, exceptions.TellinError):
+        return ApiError(500, message, code="request_failed", type="server_error")
+    return ApiError(
+        500,
+        "the server failed on this request; its log has the cause",
+        code="internal_error",
+        type="server_error",
+    )
+
+
+def _from_validation(error: ValidationError) -> ApiError:
+    """The most telling one of a body's faults."""
+    faults = error.errors(include_url=False, include_context=False)
+    first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+    same_field = [fault for fault in faults if fault["loc"][:1] == first["loc"][:1]]
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    name = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
+    if first["type"] == "extra_forbidden":
+        message = f"unknown parameter {name!r}: this server does not have it; leave it out"
+        return bad_request(message, name, "unknown_parameter")
+    if first["type"] == "missing":
+        message = f"{name} is missing; it is required"
+        return bad_request(message, name, "missing_required_parameter")
+    reasons = list(dict.fromkeys(_reason(fault) for fault in same_field))
+    where = f"{name}: " if name else "the body: "
+    return bad_request(where + "; or ".join(reasons[:4]), name or None, "invalid_value")
+
+
+def _is_type_name(part: int | str) -> bool:
+    """Whether a step of a fault's path names a branch of a union rather than a field."""
+    return isinstance(part, str) and (
+        part in ("str", "int", "float", "bool", "dict", "list") or "[" in part
+    )
+
+
+def _reason(fault: ErrorDetails) -> str:
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "value_error":
+        return message
+    value = fault.get("input")
+    if isinstance(value, str | int | float | bool) or value is None:
+        return f"{message}, got {value!r:.60}"
+    return f"{message}, got {type(value).__name__}"

@@ -1,0 +1,145 @@
+"""Tool calls written as Python: ``[get_weather(city="Rome"), now()]``.
+
+A call is handed out when its closing parenthesis has come: its arguments are literals that become
+JSON.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Collection
+from typing import Any
+
+from tellin.entrypoints.openai.parsers.base import ToolParser
+
+_OPENING = "([{"
+_CLOSING = ")]}"
+
+
+class PythonicParser(ToolParser):
+    """A list of calls, perhaps between ``<|python_start|>`` and ``<|python_end|>``."""
+
+    markers = ("<|python_start|>",)
+    closing = "<|python_end|>"
+
+    def __init__(self, tool_names: Collection[str]) -> None:
+        super().__init__(tool_names)
+        self._raw = ""
+        self._state = self._at_start
+
+    def _at_start(self, char: str) -> None:
+        if char == "[":
+            self._raw += char
+            self._begin_text()
+        elif char.isspace():
+            self._raw += char
+        else:
+            raw, self._raw = self._raw, ""
+            self._state = self._in_content
+            for again in raw + char:
+                self._in_content(again)
+
+    def _begin(self, marker: str) -> None:
+        self._raw = ""
+        self._state = self._at_start
+
+    def _begin_text(self) -> None:
+        self._call = ""
+        self._depth = 0
+        self._quote = ""
+        self._is_escaped = False
+        self._state = self._in_list
+
+    def _in_list(self, char: str) -> None:
+        self._raw += char
+        if self._depth == 0 and not self._call and (char.isspace() or char == ","):
+            return
+        if self._depth == 0 and char == "]" and not self._call.strip():
+            if self.num_calls == 0:
+                self._back_to_content(self._raw)
+            else:
+                self._raw = ""
+                self._tail = ""
+                self._state = self._after_list
+            return
+        self._call += char
+        self._follow(char)
+        if self._depth == 0 and char == ")" and not self._quote:
+            self._end_call()
+        elif self._depth == 0 and not self._may_be_name():
+            self._back_to_content(self._raw)
+
+    def _follow(self, char: str) -> None:
+        """Keep track of strings and brackets."""
+        if self._quote:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif char == "\\":
+                self._is_escaped = True
+            elif char == self._quote:
+                self._quote = ""
+        elif char in "\"'" and self._depth:
+            self._quote = char
+        elif char in _OPENING:
+            self._depth += 1
+        elif char in _CLOSING:
+            self._depth -= 1
+
+    def _may_be_name(self) -> bool:
+        """Whether what came so far, outside of parentheses, can be the name of a tool."""
+        return any(name.startswith(self._call) for name in self.tool_names)
+
+    def _end_call(self) -> None:
+        call = parse_call(self._call)
+        if call is None or call[0] not in self.tool_names:
+            self._back_to_content(self._raw)
+            return
+        self._begin_call(*call)
+        self._raw = self._call = ""
+
+    def _after_list(self, char: str) -> None:
+        if not self._tail and char.isspace():
+            return
+        self._tail += char
+        if self._tail == self.closing:
+            self._back_to_content()
+        elif not self.closing.startswith(self._tail):
+            tail = self._tail
+            self._back_to_content()
+            for again in tail:
+                self._state(again)
+
+    def _end(self) -> None:
+        if self._state in (self._at_start, self._in_list):
+            self._emit_content(self._raw)
+
+
+def parse_call(text: str) -> tuple[str, str] | None:
+    """Name and JSON arguments of ``f(a=1)``; None if it is no call with literal keywords."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(node, ast.Call) or node.args:
+            return None
+        name = ast.unparse(node.func)
+        arguments: dict[str, Any] = {}
+        for keyword in node.keywords:
+            if keyword.arg is None:
+                return None
+            arguments[keyword.arg] = _literal(keyword.value)
+        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal; also JSON's words, which models mix in."""
+    words = {"true": True, "false": False, "null": None}
+    if isinstance(node, ast.Name) and node.id in words:
+        return words[node.id]
+    if isinstance(node, ast.Dict):
+        keys = [None if key is None else _literal(key) for key in node.keys]
+        return dict(zip(keys, (_literal(value) for value in node.values), strict=True))
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(item) for item in node.elts]
+    return ast.literal_eval(node)

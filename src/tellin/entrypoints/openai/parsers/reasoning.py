@@ -1,0 +1,81 @@
+"""Thoughts that a model writes before its answer, between ``<think>`` and ``</think>``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tellin.entrypoints.openai.parsers.events import ParsedDelta
+from tellin.entrypoints.openai.parsers.text_scanner import MarkerScanner
+
+OPENING = "<think>"
+CLOSING = "</think>"
+
+
+class ThinkParser:
+    """Splits a text into thoughts and the rest.
+
+    White space around the thoughts belongs to neither. An opening tag counts only at the beginning.
+    """
+
+    def __init__(self, starts_inside: bool) -> None:
+        """``starts_inside``: the prompt already ends with the opening tag."""
+        self._reasoning = ""
+        self._content = ""
+        self._held = ""
+        self._scanner = MarkerScanner([CLOSING])
+        self._has_thought = False
+        self._state: Callable[[str], None] = self._inside if starts_inside else self._at_start
+
+    def feed(self, text: str) -> ParsedDelta:
+        if self._state == self._passed:
+            return ParsedDelta(content=text)
+        for position, char in enumerate(text):
+            self._state(char)
+            if self._state == self._passed:
+                self._content += text[position + 1 :]
+                break
+        return self._take()
+
+    def finish(self) -> ParsedDelta:
+        if self._state == self._inside:
+            self._think(self._scanner.finish())
+        elif self._state == self._at_start:
+            self._content += self._held
+        self._held = ""
+        return self._take()
+
+    def _at_start(self, char: str) -> None:
+        self._held += char
+        text = self._held.lstrip()
+        if text == OPENING:
+            self._held = ""
+            self._state = self._inside
+        elif text and not OPENING.startswith(text):
+            self._content, self._held = self._held, ""
+            self._state = self._passed
+
+    def _inside(self, char: str) -> None:
+        text, marker = self._scanner.push(char)
+        self._think(text)
+        if marker is not None:
+            self._state = self._after
+
+    def _think(self, text: str) -> None:
+        if not self._has_thought:
+            text = text.lstrip()
+        if text:
+            self._has_thought = True
+            self._reasoning += text
+
+    def _after(self, char: str) -> None:
+        if not char.isspace():
+            self._content += char
+            self._state = self._passed
+
+    def _passed(self, char: str) -> None:
+        self._content += char
+
+    def _take(self) -> ParsedDelta:
+        delta = ParsedDelta(content=self._content, reasoning=self._reasoning)
+        self._content = self._reasoning = ""
+        return delta

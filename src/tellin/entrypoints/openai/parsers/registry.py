@@ -1,0 +1,47 @@
+"""Which parser suits which model."""
+
+from __future__ import annotations
+
+from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.gemma import GemmaParser
+from tellin.entrypoints.openai.parsers.json_calls import (
+    HermesParser,
+    Llama3JsonParser,
+    MistralParser,
+)
+from tellin.entrypoints.openai.parsers.pythonic import PythonicParser
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+    "gemma": GemmaParser,
+}
+
+_SIGNS = (
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<start_function_call>", "gemma"),
+    ("<|tool_call>", "gemma"),
+    ("<|python_start|>", "pythonic"),
+    ("[func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ('"parameters"', "llama3_json"),
+)
+"""Texts in a chat template that tell the format; the first that is found counts."""
+
+
+def guess_tool_parser(chat_template: str) -> str:
+    """Name of the parser for the format that a template asks for; Hermes where none is told."""
+    return next((name for sign, name in _SIGNS if sign in chat_template), "hermes")
+
+
+def template_has_tools(chat_template: str) -> bool:
+    """Whether a template shows the model the tools of a request."""
+    return "tools" in chat_template
+
+
+def template_thinks(chat_template: str) -> bool:
+    """Whether a template belongs to a model that writes its thoughts down."""
+    return "<think>" in chat_template or "</think>" in chat_template

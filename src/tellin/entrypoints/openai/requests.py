@@ -1,0 +1,233 @@
+"""Bodies of requests: OpenAI's parameters and vLLM's extensions, as strict pydantic models.
+
+A name that is not listed is refused by name. Types are strict ("0.5" is no number, NaN is none
+either); ranges are checked by `SamplingParams` and the admission gate, so that HTTP and Python
+agree. Parameters that OpenAI's service takes and that change nothing here are listed once, in
+`Ignored`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+TokenIds = Annotated[list[int], Field(min_length=1)]
+PromptInput = (
+    str
+    | Annotated[list[str], Field(min_length=1)]
+    | TokenIds
+    | Annotated[list[TokenIds], Field(min_length=1)]
+)
+MAX_STOP_STRINGS = 64
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=False)
+
+
+class Ignored(Body):
+    """What OpenAI's clients send for OpenAI's own service; accepted, without effect here."""
+
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    """Send the usage in a last chunk without choices."""
+    continuous_usage_stats: bool = False
+    """Send the usage so far with every chunk."""
+    include_obfuscation: bool = False
+    """OpenAI pads chunks against observers of the network; accepted, without effect."""
+
+
+class JsonSchemaFormat(Body):
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+    """The schema is always enforced, whatever this says."""
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema is needed by type 'json_schema' and by no other")
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to say a constraint; exactly one of the first six."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class GenerationRequest(Ignored):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    """Name of the served model; None = the only one."""
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: int = 0
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    request_id: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """Shown in the answer's id and in the log; ids inside the engine are always unique."""
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream=true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be streamed; set stream=false")
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("give either response_format or structured_outputs, not both")
+        return self
+
+
+class FunctionDefinition(Body):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """Arguments follow the schema for sure when tool_choice is required or names a function."""
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    prediction: dict[str, Any] | None = None
+    """A hint to OpenAI's service that changes speed only; without effect here."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    include_reasoning: bool = True
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs=true")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens (deprecated) and max_completion_tokens contradict")
+        if not self.tools and self.tool_choice not in (None, "none", "auto"):
+            raise ValueError("tool_choice needs tools")
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: PromptInput
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+    best_of: int | None = None
+    add_special_tokens: bool = True
+
+
+class EmbeddingRequest(Ignored):
+    input: PromptInput
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+
+
+class TokenizeRequest(Body):
+    """Either a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    """Default: yes for a prompt, no for a conversation, whose template writes them."""
+    parse_special: bool = True
+    """Whether control tokens written out in a prompt become these tokens."""
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(Body):
+    model: str | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(max_length=1 << 22)]

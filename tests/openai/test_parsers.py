@@ -1,0 +1,200 @@
+"""Parsers of tool calls and thoughts: however the text is cut, the result is the same (P41-P43)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.events import ParsedMessage, join
+from tellin.entrypoints.openai.parsers.json_calls import ArrayParser, NamedCallParser
+from tellin.entrypoints.openai.parsers.message import MessageParser
+from tellin.entrypoints.openai.parsers.reasoning import ThinkParser
+from tellin.entrypoints.openai.parsers.registry import TOOL_PARSERS
+
+NAMES = ["f", "get_weather", "now"]
+ARGS = r'{"wd":23,"s":"ZS\"J,B}39","z":{"a":[{}]}}'
+MakeParser = Callable[[], MessageParser]
+
+
+def maker(name: str, think: bool | None = None) -> MakeParser:
+    def make() -> MessageParser:
+        tools: ToolParser
+        if name == "array":
+            tools = ArrayParser(NAMES)
+        elif name == "named":
+            tools = NamedCallParser("f")
+        else:
+            tools = TOOL_PARSERS[name](NAMES)
+        return MessageParser(None if think is None else ThinkParser(think), tools)
+
+    return make
+
+
+def parse(make: MakeParser, pieces: list[str]) -> ParsedMessage:
+    parser = make()
+    deltas = [parser.feed(piece) for piece in pieces]
+    return join([*deltas, parser.finish()])
+
+
+def call_text(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "arguments": {arguments}}}'
+
+
+CASES = [
+    ("hermes", f"<tool_call>{call_text('f', ARGS)}</tool_call>", "", [("f", ARGS)]),
+    (
+        "hermes",
+        f"Let me see.\n\n<tool_call>\n{call_text('f', ARGS)}\n</tool_call>\n<tool_call>"
+        f"{call_text('now', '{}')}</tool_call>\n",
+        "Let me see.",
+        [("f", ARGS), ("now", "{}")],
+    ),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "now"}</tool_call>', "", [("now", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    ("hermes", "a < b <tool_cal <<tool_call>oops", "a < b <tool_cal <<tool_call>oops", []),
+    ("hermes", "  plain text \n", "  plain text \n", []),
+    ("hermes", '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', None),
+    ("llama3_json", '{"name": "f", "parameters": {"x": 1}}', "", [("f", '{"x": 1}')]),
+    (
+        "llama3_json",
+        '<|python_tag|>{"name": "f", "parameters": {"x": 1}}; {"name": "now", "parameters": {}}',
+        "",
+        [("f", '{"x": 1}'), ("now", "{}")],
+    ),
+    ("llama3_json", '{"name": "Ada", "age": 3}', '{"name": "Ada", "age": 3}', []),
+    ("llama3_json", ' {"answer": [1]} ', ' {"answer": [1]} ', []),
+    ("llama3_json", "Hello {", "Hello {", []),
+    ("mistral", f"[TOOL_CALLS][{call_text('f', ARGS)}, {call_text('now', '{}')}]", "",
+     [("f", ARGS), ("now", "{}")]),
+    ("mistral", f"Well [TOOL_CALLS]f{ARGS}[TOOL_CALLS]now[ARGS]{{}}", "Well",
+     [("f", ARGS), ("now", "{}")]),
+    ("mistral", "[1, 2] and [TOOL", "[1, 2] and [TOOL", []),
+    (
+        "pythonic",
+        "[get_weather(city='a)]\\'b', n=[1, {'k': True}]), now()]",
+        "",
+        [("get_weather", '{"city": "a)]\'b", "n": [1, {"k": true}]}'), ("now", "{}")],
+    ),
+    ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
+    ("pythonic", "[1, 2, 3] are numbers", "[1, 2, 3] are numbers", []),
+    ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
+    ("pythonic", "[f(a=open('x'))]", "[f(a=open('x'))]", []),
+    (
+        "gemma",
+        "<start_function_call>call:f{city:<escape>a, {b}<escape>,n:[1,2.5],o:{k:true}}"
+        "<end_function_call>",
+        "",
+        [("f", '{"city": "a, {b}", "n": [1, 2.5], "o": {"k": true}}')],
+    ),
+    ("gemma", 'Hm <|tool_call>call:now{}<tool_call|>', "Hm", [("now", "{}")]),
+    ("gemma", "<start_function_call>nonsense<end_function_call>",
+     "<start_function_call>nonsense<end_function_call>", []),
+    ("array", f"[{call_text('f', ARGS)},\n {call_text('now', '{}')}]", "",
+     [("f", ARGS), ("now", "{}")]),
+    ("named", " " + ARGS, "", [("f", ARGS)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_what_each_format_means(
+    name: str, text: str, content: str, calls: list[tuple[str, str]] | None
+) -> None:
+    message = parse(maker(name), [text])
+    if calls is None:  # cut off after the name: a call whose arguments never came
+        assert message.calls == [("f", "")]
+        return
+    assert message.calls == calls
+    assert message.content == content
+    for _, arguments in message.calls:
+        assert isinstance(json.loads(arguments), dict)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
+def test_p41_every_split_in_two_and_single_characters(
+    name: str, text: str, content: str, calls: object
+) -> None:
+    whole = parse(maker(name), [text])
+    for cut in range(len(text) + 1):
+        assert parse(maker(name), [text[:cut], text[cut:]]) == whole
+    assert parse(maker(name), list(text)) == whole
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        "<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": ', ARGS, "}", "{", "[", "]",
+        '"', "\\", "[TOOL_CALLS]", "[ARGS]", "f", "now", "(", ")", "a=1", ", ", ";", " ", "\n",
+        "<|python_tag|>", "<start_function_call>", "call:f{", "<escape>", "<end_function_call>",
+        "<think>", "</think>", "text", "<", "</", '"name"', ":", "'", '{"name": "f", "arguments": {}}',
+    ]
+)  # fmt: skip
+TEXTS = st.lists(FRAGMENTS | st.text(max_size=4), max_size=14).map("".join)
+
+
+@pytest.mark.parametrize("name", [*TOOL_PARSERS, "array", "named"])
+@pytest.mark.parametrize("think", [None, False, True])
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS, data=st.data())
+def test_p41_p42_any_text_in_any_pieces(
+    name: str, think: bool | None, text: str, data: st.DataObject
+) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parse(maker(name, think), [text])
+    assert parse(maker(name, think), pieces) == whole
+    assert parse(maker(name, think), list(text)) == whole
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arguments=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=6),
+        lambda inner: st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=8,
+    ).map(lambda value: {"value": value}),
+    indent=st.sampled_from([None, 1]),
+)
+def test_p41_arguments_survive_verbatim(arguments: object, indent: int | None) -> None:
+    raw = json.dumps(arguments, indent=indent, ensure_ascii=False)
+    text = f"<tool_call>{call_text('f', raw)}</tool_call>"
+    assert parse(maker("hermes"), list(text)).calls == [("f", raw)]
+
+
+THOUGHTS = [
+    (False, "<think>\nhm, 1 < 2\n</think>\n\nHello", "hm, 1 < 2", "Hello"),
+    (True, "hm</think>Hello <think>", "hm", "Hello <think>"),
+    (False, "  no thoughts </think>", "", "  no thoughts </think>"),
+    (False, "<think>never ends ", "never ends ", ""),
+    (False, "<thi", "", "<thi"),
+    (True, "</think>\n", "", ""),
+]
+
+
+@pytest.mark.parametrize(("starts_inside", "text", "reasoning", "content"), THOUGHTS)
+def test_thoughts(starts_inside: bool, text: str, reasoning: str, content: str) -> None:
+    def make() -> MessageParser:
+        return MessageParser(ThinkParser(starts_inside), None)
+
+    for pieces in ([text], list(text)):
+        message = parse(make, pieces)
+        assert (message.reasoning, message.content) == (reasoning, content)
+
+
+def test_parallel_tool_calls_off_keeps_the_first_call() -> None:
+    def make() -> MessageParser:
+        return MessageParser(None, TOOL_PARSERS["hermes"](NAMES), max_calls=1)
+
+    text = f"<tool_call>{call_text('f', '{}')}</tool_call>" * 2
+    assert parse(make, list(text)).calls == [("f", "{}")]
+    assert parse(make, [text]).calls == [("f", "{}")]
