@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 import tellin.worker.worker as worker_module
-from tellin.exceptions import EngineClosedError, InvalidParameterError, UnsupportedFeatureError
+from tellin.exceptions import (
+    EngineClosedError,
+    EngineError,
+    InvalidParameterError,
+    UnsupportedFeatureError,
+)
 from tellin.executor import Executor
 from tellin.executor.uniproc import UniProcExecutor
 from tellin.protocol import LoRARequest
@@ -170,6 +175,7 @@ def test_failure_callback_is_called_once(executor: UniProcExecutor) -> None:
 
 
 def test_shutdown_twice_and_use_after(executor: UniProcExecutor) -> None:
+    before = set(threading.enumerate())  # of executors that other tests dropped
     backend = executor.worker.runner.backend
     d = Driver(executor)
     d.add("a", [1])
@@ -181,7 +187,7 @@ def test_shutdown_twice_and_use_after(executor: UniProcExecutor) -> None:
         executor.check_health()
     with pytest.raises(EngineClosedError):
         executor.execute_model(d.schedule())
-    assert not [t for t in threading.enumerate() if t.name.startswith("tellin-forward")]
+    assert set(threading.enumerate()) <= before
 
 
 def test_dummy_batch_has_no_effect(executor: UniProcExecutor) -> None:
@@ -198,17 +204,21 @@ def test_dummy_batch_has_no_effect(executor: UniProcExecutor) -> None:
         assert d.step().sampled_token_ids == e.step().sampled_token_ids
 
 
-def test_profile_writes_a_file(
-    executor: UniProcExecutor, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    executor.profile(True)
+def test_profile_hands_out_spans(executor: UniProcExecutor) -> None:
+    """A backend without stages gives its forward passes; the profile ends where it was begun."""
+    backend = executor.worker.runner.backend
+    assert executor.profile(True) == []
+    with pytest.raises(EngineError, match="already running"):
+        executor.profile(True)
     d = Driver(executor)
     d.add("a", [1, 2])
     d.step()
-    executor.profile(False, str(tmp_path / "run"))
-    assert next(p.name for p in tmp_path.iterdir()).startswith("run-")
-    with pytest.raises(Exception, match="not running"):
+    (span,) = executor.profile(False)
+    assert (span.name, span.thread) == ("forward", "main")
+    assert span.duration_ns > 0
+    assert executor.worker.runner.backend is backend
+    assert executor.worker.operation_profile() == []
+    with pytest.raises(EngineError, match="not running"):
         executor.profile(False)
 
 

@@ -32,6 +32,7 @@ from tellin.exceptions import (
 )
 from tellin.protocol import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, LoRARequest
 from tellin.step_protocol import ModelRunnerOutput, SchedulerOutput
+from tellin.trace import ScopeRecorder, trace_path, write_trace
 
 if TYPE_CHECKING:
     from tellin.core.kv_event_publisher import KVEventPublisher
@@ -72,6 +73,8 @@ class EngineCore:
         self._loaded_loras: dict[int, tuple[str, str]] = {}
         self._admission_counter = itertools.count()
         self.log_stats = log_stats
+        self.scopes = ScopeRecorder()
+        self._trace_prefix: str | None = None
         try:
             self._start(config, executor_class, failure_callback, tokenizer_info_factory)
         except BaseException:
@@ -253,7 +256,8 @@ class EngineCore:
             self._is_stepping = False
 
     def _run_step(self, scheduler: Scheduler) -> tuple[dict[int, EngineCoreOutputs], bool]:
-        scheduler_output = scheduler.schedule()
+        with self.scopes.scope("schedule"):
+            scheduler_output = scheduler.schedule()
         start = time.monotonic()
         try:
             model_output = self._execute(scheduler_output)
@@ -261,7 +265,8 @@ class EngineCore:
             self._fail_step(scheduler_output, error)
             return scheduler.take_pending_outputs(), False
         self._apply_aborts(scheduler)
-        outputs = scheduler.update_from_output(scheduler_output, model_output)
+        with self.scopes.scope("update_from_output"):
+            outputs = scheduler.update_from_output(scheduler_output, model_output)
         if self._kv_event_publisher is not None:
             self._kv_event_publisher.publish(self.take_kv_events())
         executed = scheduler_output.total_num_scheduled_tokens > 0
@@ -282,13 +287,18 @@ class EngineCore:
                 executor.sample_tokens(None)
             return None
         if not scheduler_output.structured_output_req_ids:
-            executor.execute_model(scheduler_output)
-            return executor.sample_tokens(None)
+            with self.scopes.scope("execute_model"):
+                executor.execute_model(scheduler_output)
+            with self.scopes.scope("sample_tokens"):
+                return executor.sample_tokens(None)
         future = executor.execute_model(scheduler_output, non_block=True)
-        grammar_output = manager.grammar_output(scheduler_output, scheduler.requests)
-        if future is not None:
-            future.result()
-        return executor.sample_tokens(grammar_output)
+        with self.scopes.scope("grammar_output"):
+            grammar_output = manager.grammar_output(scheduler_output, scheduler.requests)
+        with self.scopes.scope("execute_model"):
+            if future is not None:
+                future.result()
+        with self.scopes.scope("sample_tokens"):
+            return executor.sample_tokens(grammar_output)
 
     def _apply_aborts(self, scheduler: Scheduler) -> None:
         while not self._aborts.empty():
@@ -461,8 +471,23 @@ class EngineCore:
 
     # ------------------------------------------------------------------ pass-through
 
-    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
-        self._executor().profile(is_start, prefix)
+    def profile(self, is_start: bool = True, prefix: str | None = None) -> str | None:
+        """Start to record phases, plan operations and threads, or stop and write the trace.
+
+        Args:
+            prefix: of the trace's path; what was given at the start counts if none is at the end.
+
+        Returns:
+            When stopping, the absolute path of the trace.
+        """
+        spans = self._executor().profile(is_start)
+        if is_start:
+            self._trace_prefix = prefix
+            self.scopes.start()
+            return None
+        path = trace_path(prefix or self._trace_prefix)
+        write_trace(path, "engine core", self.scopes.finish() + spans)
+        return str(path)
 
     def collective_rpc(
         self,

@@ -374,10 +374,14 @@ class AsyncLLM:
         await self.engine_core.call_utility_async("reset_encoder_cache")
 
     async def start_profile(self, prefix: str | None = None) -> None:
+        """As `LLMEngine.start_profile`."""
         await self.engine_core.call_utility_async("profile", True, prefix)
+        self._handler.scopes.start()
 
-    async def stop_profile(self) -> None:
-        await self.engine_core.call_utility_async("profile", False, None)
+    async def stop_profile(self) -> str | None:
+        """As `LLMEngine.stop_profile`."""
+        path = await self.engine_core.call_utility_async("profile", False, None)
+        return self._handler.scopes.add_to(path, "shell")
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         return bool(await self.engine_core.call_utility_async("add_lora", lora_request))

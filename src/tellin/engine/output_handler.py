@@ -16,6 +16,7 @@ from tellin.engine.stat_loggers import StatLoggerManager
 from tellin.exceptions import EngineClosedError, EngineDeadError, EngineError
 from tellin.metrics import IterationStats
 from tellin.protocol import EngineCoreOutputs
+from tellin.trace import ScopeRecorder
 
 logger = logging.getLogger("tellin.engine")
 
@@ -37,6 +38,7 @@ class OutputHandler:
         self._logger_manager = logger_manager
         self._chunk_size = chunk_size
         self._task: asyncio.Task[None] | None = None
+        self.scopes = ScopeRecorder()
         self.error: Exception | None = None
         self.last_progress = time.monotonic()
         """When the core last gave a sign of life (monotonic seconds)."""
@@ -88,13 +90,16 @@ class OutputHandler:
             if start:
                 await asyncio.sleep(0)
             chunk = batch.outputs[start : start + self._chunk_size]
-            processed = self._output_processor.process_outputs(chunk, batch.timestamp, stats)
+            with self.scopes.scope("process_outputs"):
+                processed = self._output_processor.process_outputs(chunk, batch.timestamp, stats)
             await self._engine_core.abort_requests_async(processed.reqs_to_abort)
         self._output_processor.update_scheduler_stats(batch.scheduler_stats)
         if self._logger_manager is not None:
-            self._logger_manager.record(
-                batch.scheduler_stats, stats, self._renderer.stat_mm_cache(), batch.engine_index
-            )
+            mm_cache_stats = self._renderer.stat_mm_cache()
+            with self.scopes.scope("record_stats"):
+                self._logger_manager.record(
+                    batch.scheduler_stats, stats, mm_cache_stats, batch.engine_index
+                )
 
     def _fail(self, error: Exception) -> None:
         self.error = error

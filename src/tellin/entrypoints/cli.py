@@ -25,6 +25,7 @@ COMMANDS = {
     "pull": "fetch a model into the model store",
     "models": "list known and pulled models",
     "plan": "print the operations a model was compiled to",
+    "profile": "measure which operations of a model take the time",
 }
 """Command, and what it does. The module is `tellin.entrypoints.commands.<command>`."""
 

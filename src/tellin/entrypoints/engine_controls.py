@@ -47,14 +47,14 @@ class EngineControls:
             engine.reset_mm_cache()
 
     def start_profile(self, prefix: str | None = None) -> None:
-        """Begin to record a trace."""
+        """Begin to record a trace; see `LLMEngine.start_profile`."""
         with self._runner.driver.exclusive() as engine:
             engine.start_profile(prefix)
 
-    def stop_profile(self) -> None:
-        """End the trace and write it."""
+    def stop_profile(self) -> str | None:
+        """End the trace and write it; returns its path."""
         with self._runner.driver.exclusive() as engine:
-            engine.stop_profile()
+            return engine.stop_profile()
 
     def collective_rpc(
         self,

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
+from tellin.trace import Span
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
@@ -158,9 +159,11 @@ class Executor(ABC):
     def check_health(self) -> None:
         """Raise `EngineError` if workers cannot run."""
 
-    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
-        """Start or stop the workers' profiler."""
-        self.collective_rpc("profile", args=(is_start, prefix))
+    def profile(self, is_start: bool = True) -> list[Span]:
+        """Start or stop the workers' profiler; when stopping, what their threads did."""
+        return [
+            span for spans in self.collective_rpc("profile", args=(is_start,)) for span in spans
+        ]
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter; False if it was loaded already."""

@@ -105,6 +105,10 @@ class ModelRunner:
         if self.drafter is not None:
             self.drafter.reopen()
 
+    def replace_backend(self, backend: Backend) -> None:
+        """Go on with a wrapper of the backend, or without one: same weights, same pool."""
+        self._backend = backend
+
     # ------------------------------------------------------------------ forward
 
     def execute_model(self, step: SchedulerOutput) -> None:

@@ -7,9 +7,8 @@ back. Between `sleep` and `wake_up` the parts that were put away really are gone
 from __future__ import annotations
 
 import logging
-import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -20,9 +19,11 @@ from tellin.exceptions import (
     UnsupportedFeatureError,
 )
 from tellin.kernels.batch import StepBatch
+from tellin.trace import Span
 from tellin.worker.backends import Backend, open_backend
 from tellin.worker.memory import process_memory, resident_bytes
 from tellin.worker.model_runner import ModelRunner
+from tellin.worker.profiler import OperationProfile, ProfiledBackend
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
@@ -47,7 +48,8 @@ class Worker:
         self._given_backend = backend is not None
         self._num_kv_blocks = 0
         self._asleep: set[str] = set()
-        self._profiler: Any = None
+        self._profiled: ProfiledBackend | None = None
+        self._operations: list[OperationProfile] = []
         self.runner = ModelRunner(config, backend or open_backend(config, config.model_config.path))
 
     # ------------------------------------------------------------------ memory
@@ -135,6 +137,8 @@ class Worker:
             self.runner.free_kv_cache()
             self._asleep.add("kv_cache")
         if level == 2 and "weights" not in self._asleep:
+            if self._profiled is not None:
+                raise EngineError("the profiler is running; stop it before sleep level 2")
             if self._given_backend:
                 raise UnsupportedFeatureError(
                     "sleep level 2 needs a model that the worker opened itself"
@@ -178,23 +182,29 @@ class Worker:
         """What the backend says of itself: instruction set, threads, bytes of weights."""
         return dict(self.runner.backend.info)
 
-    def profile(self, is_start: bool = True, prefix: str | None = None) -> None:
-        """Profile the Python side of steps; stopping writes ``<prefix>-<time>.prof``."""
-        import cProfile
+    def profile(self, is_start: bool = True) -> list[Span]:
+        """Start or stop to profile steps.
 
+        Returns:
+            When stopping, what each thread did since the start; `operation_profile` has the sums.
+
+        Raises:
+            EngineError: it runs already, or does not run.
+        """
         if is_start:
-            if self._profiler is not None:
-                raise EngineError("the profiler is already running; stop it first")
-            self._profiler = cProfile.Profile()
-            self._profiler.enable()
-            return
-        if self._profiler is None:
+            self._profiled = ProfiledBackend(self.runner.backend)
+            self.runner.replace_backend(cast("Backend", self._profiled))
+            return []
+        if self._profiled is None:
             raise EngineError("the profiler is not running")
-        profiler, self._profiler = self._profiler, None
-        profiler.disable()
-        path = Path(f"{prefix or 'tellin-worker'}-{time.strftime('%Y%m%d-%H%M%S')}.prof")
-        profiler.dump_stats(path)
-        logger.info("profile written to %s", path.resolve())
+        profiled, self._profiled = self._profiled, None
+        spans, self._operations = profiled.finish()
+        self.runner.replace_backend(profiled.wrapped)
+        return spans
+
+    def operation_profile(self) -> list[dict[str, Any]]:
+        """What the operations of the plan cost in the last profile: `OperationProfile` as dicts."""
+        return [asdict(operation) for operation in self._operations]
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter."""

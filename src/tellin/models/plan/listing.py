@@ -42,14 +42,14 @@ def plan_cost(plan: Plan) -> PlanCost:
         weight_bytes=sum(len(tensor.data) for tensor in tensors),
         token_macs=sum(op_macs(op) for op in plan.ops if op.writes[0].rows is Rows.TOKENS),
         logit_macs=sum(op_macs(op) for op in plan.ops if op.writes[0].rows is Rows.LOGITS),
-        token_weight_bytes=sum(_bytes_read(op) for op in plan.ops),
+        token_weight_bytes=sum(op_weight_bytes(op) for op in plan.ops),
         kv_values_per_token=sum(
             2 * layer.num_kv_heads * layer.head_dim for layer in plan.kv_layers
         ),
     )
 
 
-def _bytes_read(op: Op) -> int:
+def op_weight_bytes(op: Op) -> int:
     """Weight bytes that one row needs: of an embedding a row, else everything."""
     if isinstance(op, ir.Embed | ir.AddPositionEmbedding):
         return len(op.weight.data) // op.weight.shape[0]
@@ -151,7 +151,7 @@ def _describe(op: Op) -> str:
         return text
     macs = _count(op_macs(op)) if op_macs(op) else ""
     weights = " ".join(_weight(tensor) for tensor in op.weights)
-    return f"{text:67} {macs:>7} {_bytes(_bytes_read(op)):>8}  {weights}"
+    return f"{text:67} {macs:>7} {_bytes(op_weight_bytes(op)):>8}  {weights}"
 
 
 def _name(buffer: Buffer) -> str:
