@@ -90,36 +90,32 @@ def random_tensor(quant_type: QuantType, n: int, k: int, seed: int = 0) -> FileT
     return FileTensor(quant_type, data, dequantize(quant_type, data, n, k))
 
 
-LARGEST_CODE = {"int8": 127, "int16": 127 * 128}
+def quantized_activations(x: Floats, precision: str) -> Doubles:
+    """What the activations are after quantisation, by the definition the kernels promise.
 
-
-def quantized_activations(x: Floats, precision: str) -> tuple[npt.NDArray[np.int64], Floats]:
-    """Integer activations and scales per 32 features, by the definition the kernels promise.
-
-    Returns codes ``[m, k]`` and scales ``[m, ceil(k / 32)]`` (float32, round half to even).
+    Per 32 features (k must be a multiple) and in float32, rounding half to even. int16: 127 * 128
+    steps to either side. int8: 254 steps from the least to the greatest value. Blocks below
+    2**-100 are zero. Returns float64 ``[m, k]``.
     """
-    largest = np.float32(LARGEST_CODE[precision])
     m, k = x.shape
-    padded = np.zeros((m, -(-k // 32) * 32), np.float32)
-    padded[:, :k] = x
-    blocks = padded.reshape(m, -1, 32)
-    amax = np.abs(blocks).max(axis=2)
-    tiny = amax < np.float32(2.0**-100)
-    safe = np.where(tiny, np.float32(1), amax)
-    inverse = largest / safe
-    codes = np.rint(blocks * inverse[:, :, None]).astype(np.int64)
-    codes[tiny] = 0
-    scales = np.where(tiny, np.float32(0), safe / largest).astype(np.float32)
-    return codes.reshape(m, -1)[:, :k], scales
+    blocks = x.reshape(m, -1, 32)
+    magnitude = np.abs(blocks).max(axis=2, keepdims=True)
+    tiny = magnitude < np.float32(2.0**-100)
+    magnitude = np.where(tiny, np.float32(1), magnitude)
+    if precision == "int16":
+        span, steps = magnitude, np.float32(127 * 128)
+    else:
+        steps = np.float32(254)
+        low, high = blocks.min(axis=2, keepdims=True), blocks.max(axis=2, keepdims=True)
+        span = np.maximum(high - low, magnitude * (steps / np.float32(32000)))
+    values = np.rint(blocks * (steps / span)) * (span / steps).astype(np.float64)
+    return np.where(tiny, 0, values).reshape(m, k)
 
 
-def reference_linear(
-    x: Floats, w: FileTensor, precision: str
-) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+def reference_linear(x: Floats, w: FileTensor, precision: str) -> tuple[Doubles, Doubles]:
     """``x @ values.T`` in float64 and the sum of the products' magnitudes (both ``[m, n]``)."""
     exact = x.astype(np.float64)
     if precision != "float32":
-        codes, scales = quantized_activations(x, precision)
-        exact = codes * np.repeat(scales.astype(np.float64), 32, axis=1)[:, : w.k]
+        exact = quantized_activations(x, precision)
     values = w.values.astype(np.float64)
     return exact @ values.T, np.abs(exact) @ np.abs(values).T

@@ -114,23 +114,43 @@ constexpr size_t packed_group_size(QuantType type, int64_t k) {
   return (static_cast<size_t>(padded) * kRows * (f.bits / 8) + 63) / 64 * 64;
 }
 
-// Quantised activations of one row: one record per 32 features. With one plane x = scale * q[0] (8 bits),
-// with two x = scale * (128 * q[0] + q[1]) (15 bits).
-template <int kNumPlanes>
-struct ActRecord {
-  static constexpr int kPlanes = kNumPlanes;
-  static constexpr int kLargest = kNumPlanes == 1 ? 127 : 127 * 128;  // whole values are within +- this
+// Quantised activations of one row: one record per 32 features.
+//
+// 8 bits: x = scale * (q + zero). The steps of a block span its least to its greatest value, not +-its
+// largest magnitude: activations of models are lopsided (an outlier has one sign), and this more than halves
+// the divergence from float32 at the same width. Sums stay exact integers: for codes c of zero point z over n
+// features
+//   sum (c - z) (q + zero) = sum c q + zero * (sum c - n z) - z * sum q,
+// and the last two terms are one product of 16-bit pairs, (zero, -sum q) x (sum c - n z, z).
+struct Act8 {
+  static constexpr int kPlanes = 1;
 
-  int8_t q[kNumPlanes][kBlockK];
-  float scale;          // NaN if the block was not finite
-  float scaled_sum;     // scale * sum of the whole values
-  int32_t neg_sums[2];  // minus the sums of the whole values of features [0, 16) and [16, 32)
+  int8_t q[1][kBlockK];
+  float scale;              // 0: the block is zero; NaN: it was not finite
+  float sum;                // sum of x
+  float half_sum[2];        // sums of x over features [0, 16) and [16, 32)
+  int16_t zero_pair[3][2];  // (zero, -sum of q) over all features, [0, 16) and [16, 32)
+  int32_t reserved;         // a record is a cache line
 };
-constexpr int kPlaneShift = 7;  // whole value = (q[0] << kPlaneShift) + q[1]
 
-using Act8 = ActRecord<1>;
-using Act16 = ActRecord<2>;
-static_assert(sizeof(Act8) == 48 && sizeof(Act16) == 80, "activation records");
+// 15 bits: x = scale * v, v = 128 * q[0] + q[1] within +-127 * 128.
+struct Act16 {
+  static constexpr int kPlanes = 2;
+
+  int8_t q[2][kBlockK];
+  float scale;
+  float sum;
+  float half_sum[2];
+  int32_t neg_sums[2];  // minus the sums of v over features [0, 16) and [16, 32)
+};
+static_assert(sizeof(Act8) == 64 && sizeof(Act16) == 88, "activation records");
+
+constexpr int kPlaneShift = 7;        // v = (q[0] << kPlaneShift) + q[1]
+constexpr float kAct8Steps = 254.0f;  // one less than there are, so that rounding both ends cannot overflow
+constexpr float kAct8LargestZero = 32000.0f;  // the step of a nearly constant block is its magnitude / this
+constexpr float kAct16Largest = 127 * 128;
+constexpr float kTinyAct =
+    0x1p-100f;  // blocks of lesser magnitude are zero: their inverse scale would overflow
 
 // Bytes of a row of records; rows are padded to whole 256-feature super-blocks.
 constexpr size_t act_row_bytes(int64_t k, bool two_planes) {

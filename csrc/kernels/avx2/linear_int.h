@@ -5,8 +5,8 @@
 // parked in L1. So a chunk is read from memory once for all tokens, and memory streams while tiles compute.
 //
 // vpmaddubsw adds two products of an unsigned code and a signed activation in int16. How many such results
-// fit into int16 (activations are within +-127): codes up to 15: 8 results (8 * 2 * 15 * 127 = 30480); up to
-// 31: 4 (31496); up to 63: 2 (32004). 8-bit codes are multiplied as two nibbles. So sums stay exact and are
+// fit into int16: codes up to 15: 8 results (8 * 2 * 15 * 128 = 30720); up to 31: 4 (31744); up to 63: 2
+// (32256). 8-bit codes are multiplied as two nibbles. So sums stay exact and are
 // widened as rarely as possible.
 //
 // A value is the same sequence of roundings as in the AVX-512 variant (see avx512/linear_int.h).
@@ -34,6 +34,7 @@ struct Chunk {
   alignas(64) uint8_t codes[kChunkBlocks][8][kVectorBytes];
   alignas(64) float scale[2 * kChunkBlocks][kRows];
   alignas(64) float minimum[2 * kChunkBlocks][kRows];
+  alignas(64) int32_t code_pair[2 * kChunkBlocks][kRows];  // see store_code_pairs; for 8-bit activations
 };
 
 // In-place operations: the compiler would re-associate sums of intrinsics into trees and spill.
@@ -173,20 +174,40 @@ TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_
   }
 }
 
+// The record of row t of a tile.
+template <class Act>
+TELLIN_INLINE const Act* act_row(const Act* x, int t, int64_t row_bytes) {
+  return reinterpret_cast<const Act*>(reinterpret_cast<const uint8_t*>(x) + t * row_bytes);
+}
+
 TELLIN_INLINE __m256 broadcast_float(const float* p) {
   return _mm256_broadcast_ss(p);
 }
 
-// Adds minus zero point x sum of the activations.
-template <QuantType T, class Act, int kTokens>
-TELLIN_INLINE void add_zero_point(const uint8_t* x, int64_t row_bytes, int half, __m256i (&sum)[2][kTokens]) {
+// Adds the terms of the activations' zero and of the codes' zero point to the sums of a block or half (pair
+// 0: block; 1, 2: halves).
+template <QuantType T, int kTokens>
+TELLIN_INLINE void add_zero_terms(const Act8* x, int64_t row_bytes, int pair, const int32_t* code_pair,
+                                  __m256i (&sum)[2][kTokens]) {
+  const auto* pairs = reinterpret_cast<const __m256i*>(code_pair);
+#pragma GCC unroll 6
+  for (int t = 0; t < kTokens; ++t) {
+    const __m256i zero = broadcast_word(act_row(x, t, row_bytes)->zero_pair[pair]);
+    add_int32(sum[0][t], _mm256_madd_epi16(zero, _mm256_load_si256(pairs)));
+    add_int32(sum[1][t], _mm256_madd_epi16(zero, _mm256_load_si256(pairs + 1)));
+  }
+}
+
+template <QuantType T, int kTokens>
+TELLIN_INLINE void add_zero_terms(const Act16* x, int64_t row_bytes, int pair, const int32_t*,
+                                  __m256i (&sum)[2][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kFormat.zero_point_log2 >= 0) {
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
-      const auto* block = reinterpret_cast<const Act*>(x + t * row_bytes);
-      __m256i term = broadcast_word(&block->neg_sums[half]);
-      if constexpr (!kFormat.per16()) add_int32(term, broadcast_word(&block->neg_sums[1]));
+      const Act16* block = act_row(x, t, row_bytes);
+      __m256i term = broadcast_word(&block->neg_sums[pair == 2 ? 1 : 0]);
+      if (pair == 0) add_int32(term, broadcast_word(&block->neg_sums[1]));
       term = _mm256_slli_epi32(term, kFormat.zero_point_log2);
       add_int32(sum[0][t], term);
       add_int32(sum[1][t], term);
@@ -197,14 +218,16 @@ TELLIN_INLINE void add_zero_point(const uint8_t* x, int64_t row_bytes, int half,
 // One 32-feature block added to acc [kTokens][16].
 template <QuantType T, class Act, int kTokens>
 TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
-                             const float (*scale)[kRows], const float (*minimum)[kRows], float* acc) {
+                             const float (*scale)[kRows], const float (*minimum)[kRows],
+                             const int32_t (*code_pair)[kRows], float* acc) {
   constexpr PackedFormat kFormat = format_of(T);
+  const auto* first = reinterpret_cast<const Act*>(x);
   constexpr int kLast = kFormat.per16() ? 1 : 0;
   __m256i sum[2][kTokens];
   __m256 product[2][kTokens];
   if constexpr (kFormat.per16()) {
     block_sums<kFormat.bits, 0, 4, Act>(codes, x, row_bytes, sum);
-    add_zero_point<T, Act>(x, row_bytes, 0, sum);
+    add_zero_terms<T>(first, row_bytes, 1, code_pair[0], sum);
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const __m256 s = _mm256_load_ps(scale[0] + h * kHalfRows);
@@ -215,26 +238,23 @@ TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t
   } else {
     block_sums<kFormat.bits, 0, 8, Act>(codes, x, row_bytes, sum);
   }
-  add_zero_point<T, Act>(x, row_bytes, kLast, sum);
+  add_zero_terms<T>(first, row_bytes, 2 * kLast, code_pair[kLast], sum);
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
     const __m256 s = _mm256_load_ps(scale[kLast] + h * kHalfRows);
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
-      const auto* block = reinterpret_cast<const Act*>(x + t * row_bytes);
+      const Act* block = act_row(first, t, row_bytes);
       float* const a = acc + t * kRows + h * kHalfRows;
       const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
-      __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
-      if constexpr (kFormat.per16() && kFormat.has_min) {
-        for (int i = 0; i < 2; ++i) {
-          const __m256 neg = _mm256_set1_ps(static_cast<float>(block->neg_sums[i]));
-          p = _mm256_fnmadd_ps(neg, _mm256_load_ps(minimum[i] + h * kHalfRows), p);
-        }
-      }
+      const __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
       __m256 result = _mm256_fmadd_ps(p, broadcast_float(&block->scale), _mm256_load_ps(a));
-      if constexpr (!kFormat.per16() && kFormat.has_min) {
-        result = _mm256_fmadd_ps(_mm256_load_ps(minimum[0] + h * kHalfRows),
-                                 broadcast_float(&block->scaled_sum), result);
+      if constexpr (kFormat.has_min) {
+#pragma GCC unroll 2
+        for (int i = 0; i <= kLast; ++i) {
+          const __m256 x_sum = broadcast_float(kFormat.per16() ? &block->half_sum[i] : &block->sum);
+          result = _mm256_fmadd_ps(_mm256_load_ps(minimum[i] + h * kHalfRows), x_sum, result);
+        }
       }
       _mm256_store_ps(a, result);
     }
@@ -257,7 +277,7 @@ __attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t (*code
       prefetch += kStep;
     }
     add_block<T, Act, kTokens>(codes[b], x, row_bytes, chunk.scale + b * kSums, chunk.minimum + b * kSums,
-                               acc);
+                               chunk.code_pair + b * kSums, acc);
     x += sizeof(Act);
   }
 }
@@ -273,7 +293,27 @@ TELLIN_INLINE void unpack_quads(const uint8_t* block, uint8_t (*codes)[kVectorBy
   }
 }
 
-template <QuantType T>
+// Pairs (sum of codes - features * zero point, zero point) of kQuads quads, for the 16 rows.
+template <int kBits, int kQuads>
+TELLIN_INLINE void store_code_pairs(const uint8_t (*codes)[kVectorBytes], int zero_point, int32_t* pairs) {
+  const __m256i one16 = _mm256_set1_epi16(1), one8 = _mm256_set1_epi8(1);
+  for (int half = 0; half < 2; ++half) {
+    constexpr int kStep = kBits == 8 ? 1 : kQuads;  // sums of quads that fit a byte: 8 x 31, 4 x 63
+    __m256i sum = _mm256_set1_epi32(-4 * kQuads * zero_point);
+#pragma GCC unroll 8
+    for (int q = 0; q < kQuads; q += kStep) {
+      __m256i bytes = load_half(codes[q] + half * kHalfBytes);
+#pragma GCC unroll 8
+      for (int i = 1; i < kStep; ++i)
+        bytes = _mm256_add_epi8(bytes, load_half(codes[q + i] + half * kHalfBytes));
+      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(bytes, one8), one16));
+    }
+    const __m256i pair = _mm256_blend_epi16(sum, _mm256_set1_epi32(zero_point << 16), 0xaa);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(pairs + half * kHalfRows), pair);
+  }
+}
+
+template <QuantType T, class Act>
 void unpack_chunk(const uint8_t* w, int num_supers, Chunk* chunk) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kSums = kFormat.per16() ? 2 : 1;
@@ -281,8 +321,13 @@ void unpack_chunk(const uint8_t* w, int num_supers, Chunk* chunk) {
     const int first = s * kFormat.blocks();
     expand_scales<T>(w, chunk->scale + first * kSums, chunk->minimum + first * kSums);
     for (int b = 0; b < kFormat.blocks(); ++b) {
-      unpack_quads<kFormat.bits, 0>(w + kFormat.header_bytes() + b * kFormat.block_bytes(),
-                                    chunk->codes[first + b]);
+      uint8_t (*const codes)[kVectorBytes] = chunk->codes[first + b];
+      unpack_quads<kFormat.bits, 0>(w + kFormat.header_bytes() + b * kFormat.block_bytes(), codes);
+      if constexpr (Act::kPlanes == 1) {
+        int32_t (*const pairs)[kRows] = chunk->code_pair + (first + b) * kSums;
+        store_code_pairs<kFormat.bits, 8 / kSums>(codes, kFormat.zero_point(), pairs[0]);
+        if (kSums == 2) store_code_pairs<kFormat.bits, 4>(codes + 4, kFormat.zero_point(), pairs[1]);
+      }
     }
   }
 }
@@ -308,7 +353,7 @@ void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g) {
   __builtin_memset(acc, 0, sizeof(float) * kRows * static_cast<size_t>(tokens));
   for (int64_t s0 = 0; s0 < num_supers; s0 += kChunkSupers) {
     const int supers = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
-    unpack_chunk<T>(w, supers, &chunk);
+    unpack_chunk<T, Act>(w, supers, &chunk);
     const uint8_t* const ahead = w + kPrefetchChunks * kChunkSupers * kFormat.super_bytes();
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;

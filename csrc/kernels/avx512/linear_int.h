@@ -6,10 +6,10 @@
 // while tiles compute.
 //
 // A value is, for each block of 32 features in order: t = float(int32 sum) * scale (per 16: a second product
-// fused on); acc = fma(t, activation scale, acc); acc = fma(minimum, scaled activation sum, acc). Nothing in
-// it depends on the tile, so rows are equal bit for bit whatever else is computed. With two planes the
-// integer sum is that of the high plane, shifted, plus that of the low plane: exact (32 * 127 * 255 * 128 <
-// 2^31).
+// fused on); acc = fma(t, activation scale, acc); acc = fma(minimum, activation sum, acc) (per 16: two).
+// Nothing in it depends on the tile, so rows are equal bit for bit whatever else is computed. With two planes
+// the integer sum is that of the high plane, shifted, plus that of the low plane: exact (32 * 127 * 255 * 128
+// < 2^31).
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
@@ -22,10 +22,11 @@ constexpr int kMaxTile = 6;  // tokens of a tile: 2 x 6 integer and 2 x 6 float 
 constexpr int kMaxTokens = 192;     // tokens that share a pass over the weights: 24 KiB of accumulators
 constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
 
-// Expanded scales of one chunk, [sum][group][16].
+// Expanded scales and code sums of one chunk, [sum][group][16].
 struct ChunkScales {
   alignas(64) float scale[2 * kChunkBlocks][4][kRows];
   alignas(64) float minimum[2 * kChunkBlocks][4][kRows];
+  alignas(64) int32_t code_pair[2 * kChunkBlocks][4][kRows];  // see code_sum_pairs; for 8-bit activations
 };
 
 TELLIN_INLINE __m512i broadcast_word(const void* p) {
@@ -73,17 +74,30 @@ TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActR
   }
 }
 
-// Integer sums start at minus zero point x sum of the activations.
-template <QuantType T, class Act, int kGroups, int kTokens>
-TELLIN_INLINE void begin_sums(const ActRows<Act, kTokens>& x, int half, __m512i (&sum)[kGroups][kTokens]) {
+// What the integer sums of a block or half (pair 0: block; 1, 2: halves) start with: the terms of the
+// activations' zero and of the codes' zero point.
+template <QuantType T, int kGroups, int kTokens>
+TELLIN_INLINE void begin_sums(const ActRows<Act8, kTokens>& x, int pair, const int32_t (&code_pair)[4][kRows],
+                              __m512i (&sum)[kGroups][kTokens]) {
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+    const __m512i zero = broadcast_word(x.block(t)->zero_pair[pair]);
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_madd_epi16(zero, _mm512_load_si512(code_pair[g]));
+  }
+}
+
+template <QuantType T, int kGroups, int kTokens>
+TELLIN_INLINE void begin_sums(const ActRows<Act16, kTokens>& x, int pair, const int32_t (&)[4][kRows],
+                              __m512i (&sum)[kGroups][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
     __m512i start = _mm512_setzero_si512();
     if constexpr (kFormat.zero_point_log2 >= 0) {
-      const auto* block = x.block(t);
-      start = broadcast_word(&block->neg_sums[half]);
-      if constexpr (!kFormat.per16()) start = _mm512_add_epi32(start, broadcast_word(&block->neg_sums[1]));
+      const Act16* block = x.block(t);
+      start = broadcast_word(&block->neg_sums[pair == 2 ? 1 : 0]);
+      if (pair == 0) start = _mm512_add_epi32(start, broadcast_word(&block->neg_sums[1]));
       start = _mm512_slli_epi32(start, kFormat.zero_point_log2);
     }
 #pragma GCC unroll 4
@@ -93,9 +107,10 @@ TELLIN_INLINE void begin_sums(const ActRows<Act, kTokens>& x, int half, __m512i 
 
 // Between the planes: what was summed counts 128-fold, and the start is added that one plane begins with.
 template <QuantType T, class Act, int kGroups, int kTokens>
-TELLIN_INLINE void shift_sums(const ActRows<Act, kTokens>& x, int half, __m512i (&sum)[kGroups][kTokens]) {
+TELLIN_INLINE void shift_sums(const ActRows<Act, kTokens>& x, int pair, const int32_t (&code_pair)[4][kRows],
+                              __m512i (&sum)[kGroups][kTokens]) {
   __m512i start[kGroups][kTokens];
-  begin_sums<T>(x, half, start);
+  begin_sums<T>(x, pair, code_pair, start);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 4
@@ -124,10 +139,10 @@ TELLIN_INLINE void add_quads(const uint8_t* codes, size_t group_bytes, const Act
 // Exact integer sums of codes x whole activations of a block or of a half.
 template <QuantType T, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void integer_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                                __m512i (&sum)[kGroups][kTokens]) {
-  constexpr int kStart = kHalf > 0 ? 1 : 0;
+                                const int32_t (&code_pair)[4][kRows], __m512i (&sum)[kGroups][kTokens]) {
+  constexpr int kPair = kHalf + 1;
   if constexpr (Act::kPlanes == 1) {
-    begin_sums<T>(x, kStart, sum);
+    begin_sums<T>(x, kPair, code_pair, sum);
     add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
   } else {
 #pragma GCC unroll 8
@@ -136,7 +151,7 @@ TELLIN_INLINE void integer_sums(const uint8_t* codes, size_t group_bytes, const 
       for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_setzero_si512();
     }
     add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
-    shift_sums<T>(x, kStart, sum);
+    shift_sums<T>(x, kPair, code_pair, sum);
     add_quads<T, 1, kHalf>(codes, group_bytes, x, sum);
   }
 }
@@ -145,11 +160,11 @@ TELLIN_INLINE void integer_sums(const uint8_t* codes, size_t group_bytes, const 
 template <QuantType T, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                              const float (*scale)[4][kRows], const float (*minimum)[4][kRows],
-                             __m512 (&acc)[kGroups][kTokens]) {
+                             const int32_t (*code_pair)[4][kRows], __m512 (&acc)[kGroups][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   __m512i sum[kGroups][kTokens];
   if constexpr (!kFormat.per16()) {
-    integer_sums<T, -1>(codes, group_bytes, x, sum);
+    integer_sums<T, -1>(codes, group_bytes, x, code_pair[0], sum);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const auto* block = x.block(t);
@@ -158,13 +173,12 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
         const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
         acc[g][t] = _mm512_fmadd_ps(product, broadcast_float(&block->scale), acc[g][t]);
         if constexpr (kFormat.has_min) {
-          acc[g][t] =
-              _mm512_fmadd_ps(_mm512_load_ps(minimum[0][g]), broadcast_float(&block->scaled_sum), acc[g][t]);
+          acc[g][t] = _mm512_fmadd_ps(_mm512_load_ps(minimum[0][g]), broadcast_float(&block->sum), acc[g][t]);
         }
       }
     }
   } else {
-    integer_sums<T, 0>(codes, group_bytes, x, sum);
+    integer_sums<T, 0>(codes, group_bytes, x, code_pair[0], sum);
     __m512 product[kGroups][kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
@@ -173,20 +187,22 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
         product[g][t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
       }
     }
-    integer_sums<T, 1>(codes, group_bytes, x, sum);
+    integer_sums<T, 1>(codes, group_bytes, x, code_pair[1], sum);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const auto* block = x.block(t);
 #pragma GCC unroll 4
       for (int g = 0; g < kGroups; ++g) {
-        __m512 p = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[1][g]), product[g][t]);
-        if constexpr (kFormat.has_min) {
-          p = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(block->neg_sums[0])),
-                               _mm512_load_ps(minimum[0][g]), p);
-          p = _mm512_fnmadd_ps(_mm512_set1_ps(static_cast<float>(block->neg_sums[1])),
-                               _mm512_load_ps(minimum[1][g]), p);
-        }
+        const __m512 p =
+            _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[1][g]), product[g][t]);
         acc[g][t] = _mm512_fmadd_ps(p, broadcast_float(&block->scale), acc[g][t]);
+        if constexpr (kFormat.has_min) {
+#pragma GCC unroll 2
+          for (int h = 0; h < 2; ++h) {
+            acc[g][t] = _mm512_fmadd_ps(_mm512_load_ps(minimum[h][g]), broadcast_float(&block->half_sum[h]),
+                                        acc[g][t]);
+          }
+        }
       }
     }
   }
@@ -210,6 +226,7 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
   ActRows<Act, kTokens> rows(x, row_bytes);
   const float (*scale)[4][kRows] = scales.scale;
   const float (*minimum)[4][kRows] = scales.minimum;
+  const int32_t (*code_pair)[4][kRows] = scales.code_pair;
   for (int s = 0; s < num_supers; ++s) {
     const uint8_t* codes = w + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b) {
@@ -223,11 +240,12 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, const uint8_t* prefetc
         }
         prefetch += kStep;
       }
-      add_block<T>(codes, group_bytes, rows, scale, minimum, acc);
+      add_block<T>(codes, group_bytes, rows, scale, minimum, code_pair, acc);
       codes += kFormat.block_bytes();
       rows.advance();
       scale += kSums;
       minimum += kSums;
+      code_pair += kSums;
     }
     w += kFormat.super_bytes();
   }
@@ -263,6 +281,24 @@ void run_tile_of(int tokens, const uint8_t* w, const uint8_t* prefetch, size_t g
 #undef TELLIN_TILE
 }
 
+// Scales, minima and code sums of one super-block of group g, from sum `first` of the chunk.
+template <QuantType T, class Act>
+void expand_super(const uint8_t* super_block, int first, int g, ChunkScales* out) {
+  constexpr PackedFormat kFormat = format_of(T);
+  expand_scales<T>(super_block, 4 * kRows, out->scale[first][g], out->minimum[first][g]);
+  if constexpr (Act::kPlanes == 1) {
+    const uint8_t* codes = super_block + kFormat.header_bytes();
+    for (int b = 0; b < kFormat.blocks(); ++b, codes += kFormat.block_bytes()) {
+      if constexpr (kFormat.per16()) {
+        _mm512_store_si512(out->code_pair[first + 2 * b][g], code_sum_pairs<T, 0, 4>(codes));
+        _mm512_store_si512(out->code_pair[first + 2 * b + 1][g], code_sum_pairs<T, 4, 8>(codes));
+      } else {
+        _mm512_store_si512(out->code_pair[first + b][g], code_sum_pairs<T, 0, 8>(codes));
+      }
+    }
+  }
+}
+
 struct IntProblem {
   const PackedMatrix& w;
   const QuantizedRows& x;
@@ -288,9 +324,8 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0) {
     const int chunk = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
     for (int g = 0; g < kGroups; ++g) {
       for (int s = 0; s < chunk; ++s) {
-        const int at = s * kFormat.blocks() * kSums;
-        expand_scales<T>(w + g * group_bytes + s * kFormat.super_bytes(), 4 * kRows, scales.scale[at][g],
-                         scales.minimum[at][g]);
+        expand_super<T, Act>(w + g * group_bytes + s * kFormat.super_bytes(), s * kFormat.blocks() * kSums, g,
+                             &scales);
       }
     }
     const int64_t ahead = s0 + kPrefetchChunks * kChunkSupers;

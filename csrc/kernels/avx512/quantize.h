@@ -16,40 +16,64 @@ TELLIN_INLINE __m512i high_plane(__m512i v) {
   return _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(1 << (kPlaneShift - 1))), kPlaneShift);
 }
 
+// Scale and sums of a block whose whole values are v + zero.
+template <class Act>
+TELLIN_INLINE void store_sums(float scale, int32_t zero, int32_t sum0, int32_t sum1, Act* out) {
+  out->scale = scale;
+  out->sum = scale * static_cast<float>(sum0 + sum1 + kBlockK * zero);
+  out->half_sum[0] = scale * static_cast<float>(sum0 + kBlockK / 2 * zero);
+  out->half_sum[1] = scale * static_cast<float>(sum1 + kBlockK / 2 * zero);
+}
+
+TELLIN_INLINE void quantize_finite(__m512 a, __m512 b, float magnitude, Act8* out) {
+  const float low = _mm512_reduce_min_ps(_mm512_min_ps(a, b));
+  const float high = _mm512_reduce_max_ps(_mm512_max_ps(a, b));
+  const float least = magnitude * (kAct8Steps / kAct8LargestZero);
+  const float range = high - low > least ? high - low : least;
+  const float inverse = kAct8Steps / range;
+  const int32_t zero = _mm_cvtss_si32(_mm_set_ss(low * inverse)) + 128;
+  const __m512 factor = _mm512_set1_ps(inverse);
+  const __m512i zeros = _mm512_set1_epi32(zero);
+  const __m512i qa = _mm512_sub_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), zeros);
+  const __m512i qb = _mm512_sub_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(b, factor)), zeros);
+  store_plane(qa, qb, out->q[0]);
+  const int32_t sum_a = _mm512_reduce_add_epi32(qa), sum_b = _mm512_reduce_add_epi32(qb);
+  store_sums(range / kAct8Steps, zero, sum_a, sum_b, out);
+  const int32_t sums[3] = {sum_a + sum_b, sum_a, sum_b};
+  for (int i = 0; i < 3; ++i) {
+    out->zero_pair[i][0] = static_cast<int16_t>(zero);
+    out->zero_pair[i][1] = static_cast<int16_t>(-sums[i]);
+  }
+  out->reserved = 0;
+}
+
+TELLIN_INLINE void quantize_finite(__m512 a, __m512 b, float magnitude, Act16* out) {
+  const __m512 factor = _mm512_set1_ps(kAct16Largest / magnitude);
+  const __m512i va = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor));
+  const __m512i vb = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
+  const __m512i ha = high_plane(va), hb = high_plane(vb);
+  store_plane(ha, hb, out->q[0]);
+  store_plane(_mm512_sub_epi32(va, _mm512_slli_epi32(ha, kPlaneShift)),
+              _mm512_sub_epi32(vb, _mm512_slli_epi32(hb, kPlaneShift)), out->q[1]);
+  const int32_t sum_a = _mm512_reduce_add_epi32(va), sum_b = _mm512_reduce_add_epi32(vb);
+  store_sums(magnitude / kAct16Largest, 0, sum_a, sum_b, out);
+  out->neg_sums[0] = -sum_a;
+  out->neg_sums[1] = -sum_b;
+}
+
 template <class Act>
 TELLIN_INLINE void quantize_block(__m512 a, __m512 b, Act* out) {
-  constexpr float kLargest = Act::kLargest;
   const __m512 abs_a = _mm512_abs_ps(a), abs_b = _mm512_abs_ps(b);
   const __m512 largest = _mm512_set1_ps(__FLT_MAX__);
   const __mmask16 finite =
       _mm512_cmp_ps_mask(abs_a, largest, _CMP_LE_OQ) & _mm512_cmp_ps_mask(abs_b, largest, _CMP_LE_OQ);
-  const float amax = _mm512_reduce_max_ps(_mm512_max_ps(abs_a, abs_b));
-  float inverse = 0.0f, scale = 0.0f;
-  if (__builtin_expect(amax >= 0x1p-100f, 1)) {  // below, the inverse would overflow: zero for every purpose
-    inverse = kLargest / amax;
-    scale = amax / kLargest;
-  }
-  if (__builtin_expect(finite != 0xffff, 0)) {
-    inverse = 0.0f;
-    scale = __builtin_nanf("");
-    a = b = _mm512_setzero_ps();
-  }
-  const __m512 factor = _mm512_set1_ps(inverse);
-  const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor)),
-                qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
-  if constexpr (Act::kPlanes == 1) {
-    store_plane(qa, qb, out->q[0]);
+  const float magnitude = _mm512_reduce_max_ps(_mm512_max_ps(abs_a, abs_b));
+  if (__builtin_expect(finite == 0xffff && magnitude >= kTinyAct, 1)) {
+    quantize_finite(a, b, magnitude, out);
   } else {
-    const __m512i ha = high_plane(qa), hb = high_plane(qb);
-    store_plane(ha, hb, out->q[0]);
-    store_plane(_mm512_sub_epi32(qa, _mm512_slli_epi32(ha, kPlaneShift)),
-                _mm512_sub_epi32(qb, _mm512_slli_epi32(hb, kPlaneShift)), out->q[1]);
+    __builtin_memset(out, 0, sizeof *out);
+    if (finite != 0xffff) out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
   }
-  const int32_t sum_a = _mm512_reduce_add_epi32(qa), sum_b = _mm512_reduce_add_epi32(qb);
-  out->scale = scale;
-  out->scaled_sum = scale * static_cast<float>(sum_a + sum_b);
-  out->neg_sums[0] = -sum_a;
-  out->neg_sums[1] = -sum_b;
 }
 
 template <class Act>

@@ -102,7 +102,7 @@ void unpack_block(const uint8_t* super_block, int b, Block* out) {
 }
 
 int32_t whole_value(const Act8& x, int i) {
-  return x.q[0][i];
+  return x.q[0][i] + x.zero_pair[0][0];
 }
 int32_t whole_value(const Act16& x, int i) {
   return x.q[0][i] * (1 << kPlaneShift) + x.q[1][i];
@@ -112,13 +112,14 @@ int32_t whole_value(const Act16& x, int i) {
 template <QuantType T, class Act>
 void accumulate_block(const Block& w, const Act& x, float* acc) {
   constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kZero = kFormat.zero_point();
   int32_t sums[2][kRows];
   for (int half = 0; half < 2; ++half) {
-    for (int r = 0; r < kRows; ++r) sums[half][r] = x.neg_sums[half] * kFormat.zero_point();
+    for (int r = 0; r < kRows; ++r) sums[half][r] = 0;
     for (int j = 4 * half; j < 4 * half + 4; ++j) {
       for (int r = 0; r < kRows; ++r) {
         int32_t sum = 0;
-        for (int i = 0; i < 4; ++i) sum += w.codes[j][4 * r + i] * whole_value(x, 4 * j + i);
+        for (int i = 0; i < 4; ++i) sum += (w.codes[j][4 * r + i] - kZero) * whole_value(x, 4 * j + i);
         sums[half][r] += sum;
       }
     }
@@ -127,14 +128,14 @@ void accumulate_block(const Block& w, const Act& x, float* acc) {
     if constexpr (kFormat.per16()) {
       float t = static_cast<float>(sums[0][r]) * w.scale[0][r];
       t += static_cast<float>(sums[1][r]) * w.scale[1][r];
-      if (kFormat.has_min) {
-        t -= static_cast<float>(x.neg_sums[0]) * w.minimum[0][r];
-        t -= static_cast<float>(x.neg_sums[1]) * w.minimum[1][r];
-      }
       acc[r] += t * x.scale;
+      if (kFormat.has_min) {
+        acc[r] += w.minimum[0][r] * x.half_sum[0];
+        acc[r] += w.minimum[1][r] * x.half_sum[1];
+      }
     } else {
       acc[r] += static_cast<float>(sums[0][r] + sums[1][r]) * w.scale[0][r] * x.scale;
-      if (kFormat.has_min) acc[r] += w.minimum[0][r] * x.scaled_sum;
+      if (kFormat.has_min) acc[r] += w.minimum[0][r] * x.sum;
     }
   }
 }
@@ -223,39 +224,61 @@ void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, 
   }
 }
 
-void store_whole_value(int v, int i, Act8* out) {
-  out->q[0][i] = static_cast<int8_t>(v);
+// Scale and sums of a block whose whole values are v + zero.
+template <class Act>
+void store_sums(float scale, int zero, const int (&sums)[2], Act* out) {
+  out->scale = scale;
+  out->sum = scale * static_cast<float>(sums[0] + sums[1] + kBlockK * zero);
+  for (int h = 0; h < 2; ++h) out->half_sum[h] = scale * static_cast<float>(sums[h] + kBlockK / 2 * zero);
 }
-void store_whole_value(int v, int i, Act16* out) {
-  const int high = (v + (1 << (kPlaneShift - 1))) >> kPlaneShift;  // leaves a rest within [-64, 63]
-  out->q[0][i] = static_cast<int8_t>(high);
-  out->q[1][i] = static_cast<int8_t>(v - high * (1 << kPlaneShift));
+
+void quantize_finite(const float (&x)[kBlockK], float magnitude, Act8* out) {
+  const float low = *std::min_element(x, x + kBlockK), high = *std::max_element(x, x + kBlockK);
+  const float range = std::max(high - low, magnitude * (kAct8Steps / kAct8LargestZero));
+  const float inverse = kAct8Steps / range;
+  const int zero = static_cast<int>(std::nearbyintf(low * inverse)) + 128;
+  int sums[2] = {0, 0};
+  for (int i = 0; i < kBlockK; ++i) {
+    const int q = static_cast<int>(std::nearbyintf(x[i] * inverse)) - zero;
+    out->q[0][i] = static_cast<int8_t>(q);
+    sums[i / 16] += q;
+  }
+  store_sums(range / kAct8Steps, zero, sums, out);
+  for (auto& pair : out->zero_pair) pair[0] = static_cast<int16_t>(zero);
+  out->zero_pair[0][1] = static_cast<int16_t>(-(sums[0] + sums[1]));
+  out->zero_pair[1][1] = static_cast<int16_t>(-sums[0]);
+  out->zero_pair[2][1] = static_cast<int16_t>(-sums[1]);
+}
+
+void quantize_finite(const float (&x)[kBlockK], float magnitude, Act16* out) {
+  const float inverse = kAct16Largest / magnitude;
+  int sums[2] = {0, 0};
+  for (int i = 0; i < kBlockK; ++i) {
+    const int v = static_cast<int>(std::nearbyintf(x[i] * inverse));
+    const int high = (v + (1 << (kPlaneShift - 1))) >> kPlaneShift;  // leaves a rest within [-64, 63]
+    out->q[0][i] = static_cast<int8_t>(high);
+    out->q[1][i] = static_cast<int8_t>(v - high * (1 << kPlaneShift));
+    sums[i / 16] += v;
+  }
+  store_sums(magnitude / kAct16Largest, 0, sums, out);
+  out->neg_sums[0] = -sums[0];
+  out->neg_sums[1] = -sums[1];
 }
 
 template <class Act>
-void quantize_block(const float* x, int64_t count, Act* out) {
-  constexpr float kLargest = Act::kLargest;
-  float amax = 0.0f;
+void quantize_block(const float (&x)[kBlockK], Act* out) {
+  float magnitude = 0.0f;
   bool finite = true;
-  for (int64_t i = 0; i < count; ++i) {
-    const float a = std::fabs(x[i]);
-    finite = finite && a <= std::numeric_limits<float>::max();
-    amax = std::max(amax, a);
+  for (const float value : x) {
+    finite = finite && std::fabs(value) <= std::numeric_limits<float>::max();
+    magnitude = std::max(magnitude, std::fabs(value));
   }
   std::memset(out, 0, sizeof *out);
   if (!finite) {
-    out->scale = out->scaled_sum = std::numeric_limits<float>::quiet_NaN();
-    return;
+    out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = std::numeric_limits<float>::quiet_NaN();
+  } else if (magnitude >= kTinyAct) {
+    quantize_finite(x, magnitude, out);
   }
-  if (amax < 0x1p-100f) return;  // the inverse would overflow; the values are zero for every purpose
-  const float inverse = kLargest / amax;
-  out->scale = amax / kLargest;
-  for (int64_t i = 0; i < count; ++i) {
-    const int q = static_cast<int>(std::nearbyintf(x[i] * inverse));
-    store_whole_value(q, static_cast<int>(i), out);
-    out->neg_sums[i / 16] -= q;
-  }
-  out->scaled_sum = out->scale * static_cast<float>(-(out->neg_sums[0] + out->neg_sums[1]));
 }
 
 template <class Act>
@@ -263,8 +286,10 @@ void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRow
   auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
   const int64_t num_blocks = (k + 255) / 256 * 8;
   for (int64_t b = 0; b < num_blocks; ++b) {
+    float block[kBlockK] = {};
     const int64_t count = std::clamp<int64_t>(k - b * kBlockK, 0, kBlockK);
-    quantize_block(x + b * kBlockK, count, blocks + b);
+    if (count > 0) std::memcpy(block, x + b * kBlockK, static_cast<size_t>(count) * sizeof(float));
+    quantize_block(block, blocks + b);
   }
 }
 

@@ -48,8 +48,8 @@ struct ReadInt8 {
   static inline V load(const uint8_t* p) { return Simd::load_i8(reinterpret_cast<const int8_t*>(p)); }
 };
 
-// Scores of R rows against T neighbouring tiles. Tiles lie apart in memory, so the hardware does not see the next
-// one coming: while these are read, later keys and the values of these are fetched.
+// Scores of R rows against T neighbouring tiles. Tiles lie apart in memory, so the hardware does not see the
+// next one coming: while these are read, later keys and the values of these are fetched.
 template <class Read, int R, int T>
 inline void score_tiles(const KvLayout& layout, const uint8_t* const* tiles, const uint8_t* const* ahead,
                         const float* q, float* scores) {
@@ -69,7 +69,8 @@ inline void score_tiles(const KvLayout& layout, const uint8_t* const* tiles, con
     }
     V k[kN];
     for (int i = 0; i < kN; ++i) {
-      k[i] = Read::load(tiles[i / kTileVectors] + d * kRowBytes + (i % kTileVectors) * Simd::kWidth * Read::kBytes);
+      k[i] = Read::load(tiles[i / kTileVectors] + d * kRowBytes +
+                        (i % kTileVectors) * Simd::kWidth * Read::kBytes);
     }
     for (int r = 0; r < R; ++r) {
       const V value = Simd::set1(q[r * head_dim + d]);
