@@ -7,7 +7,6 @@ attack.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -136,6 +135,8 @@ class Renderer:
         prompt_extras: Mapping[str, Any] | None = None,
     ) -> list[RenderedPrompt]:
         """`render_cmpl` in a thread, so that long texts do not hold up the event loop."""
+        import asyncio
+
         return await asyncio.to_thread(self.render_cmpl, prompts, tok_params, prompt_extras)
 
     def _render(
@@ -264,6 +265,8 @@ class Renderer:
         prompt_extras: Mapping[str, Any] | None = None,
     ) -> tuple[list[list[dict[str, Any]]], list[RenderedPrompt]]:
         """`render_chat` in a thread."""
+        import asyncio
+
         return await asyncio.to_thread(
             self.render_chat, conversations, chat_params, tok_params, prompt_extras
         )
