@@ -71,6 +71,7 @@ class _Resources:
             None  # the process ended; outputs may still be in flight
         )
         self.closing = False
+        self.process_ended = False
         self.timeout_s = timeout_s
         self.owner_pid = os.getpid()
 
@@ -92,7 +93,9 @@ class _Resources:
             return
         self.closing = True
         if self.process is not None:
+            # Its last outputs are still received: it does not end before they are gone.
             self.process.stop(self.timeout_s)
+        self.process_ended = True
         self.fail(EngineClosedError("the engine has been shut down"))
         thread = self.output_thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
@@ -276,7 +279,7 @@ def _receive_outputs(
     """Output thread: must not hold the client, or it would never be collected."""
     decoder: Decoder[EngineCoreOutputs] = Decoder(EngineCoreOutputs, allow_insecure)
     try:
-        while not resources.closing:
+        while not resources.process_ended:
             if not socket.poll(timeout=100):
                 if resources.exit_error is not None:
                     resources.fail(resources.exit_error)
