@@ -135,7 +135,8 @@ FRAGMENTS = st.sampled_from(
         "<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": ', ARGS, "}", "{", "[", "]",
         '"', "\\", "[TOOL_CALLS]", "[ARGS]", "f", "now", "(", ")", "a=1", ", ", ";", " ", "\n",
         "<|python_tag|>", "<start_function_call>", "call:f{", "<escape>", "<end_function_call>",
-        "<think>", "</think>", "text", "<", "</", '"name"', ":", "'", '{"name": "f", "arguments": {}}',
+        "<think>", "</think>", "text", "<", "</", '"name"', ":", "'",
+        '{"name": "f", "arguments": {}}',
     ]
 )  # fmt: skip
 TEXTS = st.lists(FRAGMENTS | st.text(max_size=4), max_size=14).map("".join)
@@ -159,8 +160,9 @@ def test_p41_p42_any_text_in_any_pieces(
 @given(
     arguments=st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=6),
-        lambda inner: st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+        ),
         max_leaves=8,
     ).map(lambda value: {"value": value}),
     indent=st.sampled_from([None, 1]),

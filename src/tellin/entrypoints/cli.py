@@ -22,18 +22,21 @@ EXIT_BROKEN_PIPE = 141
 COMMANDS = {
     "generate": "complete or answer a prompt",
     "chat": "talk to a model",
+    "serve": "serve a model over HTTP with OpenAI's API",
     "pull": "fetch a model into the model store",
     "models": "list known and pulled models",
     "plan": "print the operations a model was compiled to",
     "profile": "measure which operations of a model take the time",
 }
-"""Command, and what it does. The module is `tellin.entrypoints.commands.<command>`."""
+"""Command, and what it does. The module is `tellin.entrypoints.commands.<command>`, with
+underscores for dashes."""
 
 EPILOG = """\
 examples:
   tellin pull smollm2
   tellin generate "What is the capital of France?"
   tellin chat --model ./model.gguf
+  tellin serve smollm2
   tellin COMMAND --help
 """
 
@@ -63,7 +66,7 @@ def _run(arguments: list[str]) -> int:
     command = arguments[0] if arguments and arguments[0] in COMMANDS else None
     if command is None:
         return _no_command(arguments)
-    module = import_module(f"tellin.entrypoints.commands.{command}")
+    module = import_module(f"tellin.entrypoints.commands.{command.replace('-', '_')}")
     parser = _make_parser(f"tellin {command}", module.DESCRIPTION, module.EXAMPLES)
     module.add_arguments(parser)
     from tellin.exceptions import InvalidParameterError, TellinError

@@ -67,7 +67,7 @@ def to_api_error(error: BaseException) -> ApiError:
         return _from_validation(error)
     message = str(error)
     if isinstance(error, exceptions.ContextLengthError):
-        return bad_request(message, "messages", "context_length_exceeded")
+        return bad_request(message, code="context_length_exceeded")
     if isinstance(error, exceptions.InvalidParameterError):
         return bad_request(message, error.parameter, "invalid_value")
     if isinstance(error, exceptions.DuplicateRequestError):

@@ -80,7 +80,7 @@ class ChatChoice(msgspec.Struct):
     message: ChatMessage
     finish_reason: FinishReason
     logprobs: ChatLogprobs | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -113,7 +113,7 @@ class ChatChunkChoice(msgspec.Struct):
     delta: ChatDelta
     finish_reason: FinishReason | None = None
     logprobs: ChatLogprobs | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -124,7 +124,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     object: str = "chat.completion.chunk"
     system_fingerprint: str | None = None
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -140,7 +140,7 @@ class CompletionChoice(msgspec.Struct):
     text: str
     finish_reason: FinishReason | None = None
     logprobs: CompletionLogprobs | None = None
-    stop_reason: int | str | None | UnsetType = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
     prompt_logprobs: list[Any] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -155,7 +155,7 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     object: str = "text_completion"
     system_fingerprint: str | None = None
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 class Embedding(msgspec.Struct):

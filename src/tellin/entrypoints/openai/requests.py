@@ -52,7 +52,7 @@ class StreamOptions(Body):
 class JsonSchemaFormat(Body):
     name: str
     description: str | None = None
-    schema_: dict[str, Any] | bool = Field(alias="schema")
+    schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
     """The schema is always enforced, whatever this says."""
 

@@ -1,7 +1,8 @@
-"""Gemma's tool calls: ``<start_function_call>call:f{city:<escape>Rome<escape>}<end_function_call>``.
+"""Gemma's tool calls.
 
-Newer models write ``<|tool_call>call:f{city:<|"|>Rome<|"|>}<tool_call|>``. A call is handed out when
-its closing marker has come.
+Either ``<start_function_call>call:f{city:<escape>Rome<escape>}<end_function_call>``, or, by newer
+models, ``<|tool_call>call:f{city:<|"|>Rome<|"|>}<tool_call|>``. A call is handed out when its
+closing marker has come.
 """
 
 from __future__ import annotations

@@ -1,0 +1,95 @@
+"""Builds the ASGI application from its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tellin.entrypoints.openai.errors import ApiError, bad_request, to_api_error
+from tellin.entrypoints.openai.http import error_reply
+from tellin.entrypoints.openai.middleware import Gate, RequestLog
+from tellin.entrypoints.openai.routes import (
+    DOCUMENTED_BODIES,
+    admin_routes,
+    api_routes,
+    status_routes,
+)
+from tellin.entrypoints.openai.serving import ServingContext
+from tellin.exceptions import TellinError
+
+
+def make_app(context: ServingContext) -> FastAPI:
+    """The application that serves ``context``."""
+    config = context.config
+    # FastAPI's pages of documentation load scripts from other servers; the document itself is ours.
+    app = FastAPI(title="tellin", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app.include_router(api_routes(context))
+    app.include_router(status_routes(context))
+    if config.enable_admin:
+        app.include_router(admin_routes(context))
+    for error_type in (ApiError, TellinError, ValidationError):
+        app.add_exception_handler(error_type, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_query_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(Gate, config=config)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(RequestLog)
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    answer = to_api_error(error)
+    if answer.status == 500:
+        # Logged and answered where every request ends.
+        raise error
+    return error_reply(answer)
+
+
+async def _on_query_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    fault = error.errors()[0]
+    name = str(fault["loc"][-1])
+    return error_reply(bad_request(f"{name}: {fault['msg']}", name, "invalid_value"))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{error.detail}: {request.method} {request.url.path}"
+    answer = ApiError(error.status_code, message, code="not_found")
+    if error.status_code == 405:
+        answer.code = "method_not_allowed"
+    answer.headers = dict(error.headers or {})
+    return error_reply(answer)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document with the schemas of the bodies, which are read by our own reader."""
+    if app.openapi_schema is None:
+        from tellin import __version__
+
+        document = get_openapi(title="tellin", version=str(__version__), routes=app.routes)
+        _, schemas = models_json_schema(
+            [(model, "validation") for model in DOCUMENTED_BODIES],
+            ref_template="#/components/schemas/{model}",
+        )
+        components = document.setdefault("components", {}).setdefault("schemas", {})
+        components.update(schemas["$defs"])
+        app.openapi_schema = document
+    return app.openapi_schema

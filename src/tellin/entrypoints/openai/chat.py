@@ -1,0 +1,275 @@
+"""``/v1/chat/completions``: from a conversation to an answer, whole or streamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from tellin.engine.prompts import CHAT_TOKENIZE_PARAMS, RenderedPrompt, TokenizeParams
+from tellin.engine.renderer import ChatParams
+from tellin.entrypoints.openai.chat_choice import ChatChoiceWriter, ChoiceOptions
+from tellin.entrypoints.openai.errors import bad_request
+from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
+from tellin.entrypoints.openai.parsers.message import MessageParser
+from tellin.entrypoints.openai.replies import ChatChunk, ChatCompletion
+from tellin.entrypoints.openai.requests import ChatCompletionRequest
+from tellin.entrypoints.openai.sampling import make_sampling_params, split_n
+from tellin.entrypoints.openai.serving import (
+    DONE,
+    Job,
+    ServingContext,
+    UsageCounter,
+    error_event,
+    event,
+    make_jobs,
+    new_id,
+    run_jobs,
+)
+from tellin.entrypoints.openai.tools import ToolPlan, plan_tools
+from tellin.outputs import RequestOutput
+from tellin.sampling_params import SamplingParams
+
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "bos_token",
+        "eos_token",
+        "self",
+    }
+)
+
+
+class PreparedChat:
+    """A conversation that is ready to run."""
+
+    def __init__(
+        self,
+        context: ServingContext,
+        request: ChatCompletionRequest,
+        prompt: RenderedPrompt,
+        jobs: list[Job],
+        plan: ToolPlan,
+        n: int,
+    ) -> None:
+        self.context = context
+        self.request = request
+        self.jobs = jobs
+        self.id = new_id("chatcmpl", request.request_id)
+        self.created = int(time.time())
+        self.usage = UsageCounter()
+        logprobs = None
+        if request.logprobs:
+            table = context.engine.output_processor.token_table
+            as_ids = bool(request.return_tokens_as_token_ids)
+            logprobs = LogprobWriter(request.top_logprobs or 0, table, as_ids=as_ids)
+        options = ChoiceOptions(
+            logprobs=logprobs,
+            return_token_ids=bool(request.return_token_ids),
+            include_reasoning=request.include_reasoning,
+            id_length=plan.id_length,
+        )
+        # What a grammar forces comes at once, without thoughts.
+        is_forced = plan.is_forced or (
+            request.response_format is not None and request.response_format.type != "text"
+        )
+        self.choices = []
+        for index in range(n):
+            think = None
+            if not is_forced:
+                think = context.chat_format.make_think_parser(prompt.get("prompt") or "")
+            parser = MessageParser(think, plan.make_parser(), max_calls=plan.max_calls)
+            self.choices.append(ChatChoiceWriter(index, parser, options))
+
+    async def outputs(self) -> AsyncGenerator[tuple[Job, RequestOutput], None]:
+        stream = run_jobs(self.context, self.jobs, priority=self.request.priority)
+        async with aclosing(stream):
+            async for job, output in stream:
+                self.usage.add(job, output)
+                yield job, output
+
+    # ------------------------------------------------------------------ whole
+
+    async def complete(self) -> ChatCompletion:
+        """The answer, when all choices have ended."""
+        choices = []
+        first: RequestOutput | None = None
+        async with aclosing(self.outputs()) as stream:
+            async for job, output in stream:
+                first = first or output
+                for completion in output.outputs:
+                    writer = self.choices[job.first_index + completion.index]
+                    choices.append(writer.whole(completion))
+        choices.sort(key=lambda choice: choice.index)
+        reply = ChatCompletion(
+            self.id, self.created, self.context.model_name, choices, self.usage.usage()
+        )
+        if first is not None and self.request.prompt_logprobs is not None:
+            reply.prompt_logprobs = prompt_logprobs(first.prompt_logprobs) or []
+        if first is not None and self.request.return_token_ids:
+            reply.prompt_token_ids = first.prompt_token_ids or []
+        return reply
+
+    # ------------------------------------------------------------------ streamed
+
+    async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
+        """The answer as it grows; a last chunk without choices holds the usage, if wanted."""
+        options = self.request.stream_options
+        wants_usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+        wants_ids = bool(self.request.return_token_ids)
+        async with aclosing(self.outputs()) as stream:
+            async for job, output in stream:
+                for completion in output.outputs:
+                    writer = self.choices[job.first_index + completion.index]
+                    for choice in writer.delta(completion):
+                        chunk = ChatChunk(self.id, self.created, self.context.model_name, [choice])
+                        if continuous:
+                            chunk.usage = self.usage.usage()
+                        elif wants_usage:
+                            chunk.usage = None
+                        if wants_ids:
+                            chunk.prompt_token_ids, wants_ids = output.prompt_token_ids or [], False
+                        yield chunk
+        if wants_usage:
+            yield ChatChunk(
+                self.id, self.created, self.context.model_name, [], usage=self.usage.usage()
+            )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """`chunks` as server-sent events. An error before the first one is raised."""
+        has_begun = False
+        try:
+            async with aclosing(self.chunks()) as stream:
+                async for chunk in stream:
+                    has_begun = True
+                    yield event(chunk)
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield error_event(error)
+        yield DONE
+
+
+class ChatService:
+    """Prepares conversations."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def prepare(self, request: ChatCompletionRequest) -> PreparedChat:
+        """Check and render a request; nothing runs yet.
+
+        Raises:
+            ApiError, TellinError: the request cannot be served.
+        """
+        context = self.context
+        context.check_model(request.model)
+        context.check_accepts()
+        plan = plan_tools(request, context.chat_format)
+        params, n = self._params(request, plan)
+        context.check_num_sequences(n)
+        prompt = await self._render(request, plan)
+        jobs = make_jobs([prompt], params, n)
+        return PreparedChat(context, request, prompt, jobs, plan, n)
+
+    def _params(self, request: ChatCompletionRequest, plan: ToolPlan) -> tuple[SamplingParams, int]:
+        n, params_n = split_n(request, self.context.defaults)
+        overrides: dict[str, Any] = {"n": params_n}
+        needs_special = self.context.chat_format.needs_special_tokens(plan.is_active)
+        if needs_special and request.skip_special_tokens is None:
+            overrides["skip_special_tokens"] = False
+        max_tokens = request.max_completion_tokens
+        params = make_sampling_params(
+            request,
+            self.context.defaults,
+            max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            constraint=plan.constraint,
+            **overrides,
+        )
+        return params, n
+
+    async def _render(self, request: ChatCompletionRequest, plan: ToolPlan) -> RenderedPrompt:
+        tok_params = TokenizeParams(CHAT_TOKENIZE_PARAMS.add_special_tokens).with_options(
+            {"truncate_prompt_tokens": request.truncate_prompt_tokens}
+        )
+        if (
+            request.chat_template is not None
+            and not self.context.config.trust_request_chat_template
+        ):
+            raise bad_request(
+                "chat_template in requests is off: a template is a program; start the server "
+                "with --trust-request-chat-template to allow it",
+                "chat_template",
+            )
+        return await render_chat(
+            self.context,
+            request.messages,
+            plan.tools,
+            ChatParams(
+                chat_template=request.chat_template,
+                add_generation_prompt=request.add_generation_prompt
+                and not request.continue_final_message,
+                continue_final_message=request.continue_final_message,
+                chat_template_kwargs=self._template_kwargs(request),
+            ),
+            tok_params,
+            request.cache_salt,
+        )
+
+    def _template_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        kwargs = check_template_kwargs(request.chat_template_kwargs)
+        effort = request.reasoning_effort
+        if effort is None:
+            return kwargs
+        chat_format = self.context.chat_format
+        if chat_format.has_effort:
+            return {"reasoning_effort": effort, **kwargs}
+        if chat_format.has_thinking_switch:
+            return {"enable_thinking": effort != "none", **kwargs}
+        raise bad_request(
+            "reasoning_effort is not supported by this model: its chat template does not use it",
+            "reasoning_effort",
+            "unsupported_parameter",
+        )
+
+
+def check_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """A copy; raises 400 for names that the server sets itself."""
+    taken = sorted(RESERVED_TEMPLATE_NAMES & set(kwargs or ()))
+    if taken:
+        raise bad_request(
+            f"chat_template_kwargs must not set {taken[0]!r}, which has its own parameter",
+            "chat_template_kwargs",
+        )
+    return dict(kwargs or {})
+
+
+async def render_chat(
+    context: ServingContext,
+    messages: Sequence[dict[str, Any]],
+    tools: Sequence[dict[str, Any]] | None,
+    params: ChatParams,
+    tok_params: TokenizeParams,
+    cache_salt: str | None = None,
+) -> RenderedPrompt:
+    """The prompt of a conversation, as the model's template wants it."""
+    prepared, shown = context.chat_format.prepare(messages, tools)
+    chat = ChatParams(
+        chat_template=params.chat_template,
+        add_generation_prompt=params.add_generation_prompt,
+        continue_final_message=params.continue_final_message,
+        tools=shown,
+        chat_template_kwargs=params.chat_template_kwargs,
+    )
+    extras = None if cache_salt is None else {"cache_salt": cache_salt}
+    _, rendered = await context.engine.renderer.render_chat_async(
+        [prepared], chat, tok_params, extras
+    )
+    return rendered[0]

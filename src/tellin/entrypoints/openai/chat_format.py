@@ -1,0 +1,158 @@
+"""How the served model's chat template shows tools and thoughts: found out once, at start.
+
+A template that knows no tools is helped: definitions go into the system message, calls and their
+results in the history become text in Hermes' format, and so a request never loses a part silently.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tellin.engine.renderer import ChatTokenizer
+from tellin.entrypoints.openai.errors import bad_request
+from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.reasoning import CLOSING, OPENING, ThinkParser
+from tellin.entrypoints.openai.parsers.registry import (
+    TOOL_PARSERS,
+    guess_tool_parser,
+    template_has_tools,
+    template_thinks,
+)
+from tellin.entrypoints.openai.server_config import ServerConfig
+
+_TOOLS_TEXT = """\
+You may call these functions. Each line is the JSON definition of one:
+{definitions}
+To call one, answer with its name and its arguments as a JSON object, like this:
+<tool_call>
+{{"name": "function_name", "arguments": {{"argument": "value"}}}}
+</tool_call>
+Write one such block per call, and nothing else when you call."""
+
+
+class ChatFormat:
+    """Facts about one model's chat format."""
+
+    def __init__(
+        self, config: ServerConfig, chat_template: str | None, tokenizer: ChatTokenizer | None
+    ) -> None:
+        template = chat_template or ""
+        self.has_tools = template_has_tools(template)
+        self.has_effort = "reasoning_effort" in template
+        self.has_thinking_switch = "enable_thinking" in template
+        name = config.tool_call_parser
+        if name == "auto":
+            name = guess_tool_parser(template) if self.has_tools else "hermes"
+        self.tool_parser_name = name
+        self.tool_parser: type[ToolParser] = TOOL_PARSERS[name]
+        self.thinks = config.reasoning_parser == "think" or (
+            config.reasoning_parser == "auto" and template_thinks(template)
+        )
+        special = _special_texts(tokenizer)
+        self._special_tool_markers = any(text in special for text in self.tool_parser.markers)
+        self._special_think_markers = OPENING in special or CLOSING in special
+
+    def needs_special_tokens(self, has_tools: bool) -> bool:
+        """Whether the parsers must see special tokens in the text."""
+        return (has_tools and self._special_tool_markers) or (
+            self.thinks and self._special_think_markers
+        )
+
+    def make_think_parser(self, prompt: str) -> ThinkParser | None:
+        """The parser of thoughts for an answer to ``prompt``."""
+        return ThinkParser(prompt.rstrip().endswith(OPENING)) if self.thinks else None
+
+    def prepare(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None
+    ) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
+        """Messages and tools as the template gets them.
+
+        Raises:
+            ApiError: a tool call in the history is malformed.
+        """
+        prepared = [_with_objects(message, i) for i, message in enumerate(messages)]
+        if self.has_tools:
+            return prepared, tools
+        prepared = [_as_text(message) for message in prepared]
+        if tools:
+            _add_to_system(prepared, _tools_text(tools))
+        return prepared, None
+
+
+def _special_texts(tokenizer: ChatTokenizer | None) -> set[str]:
+    if tokenizer is None:
+        return set()
+    return set(tokenizer.convert_ids_to_tokens(sorted(tokenizer.all_special_ids)))
+
+
+def _with_objects(message: Mapping[str, Any], position: int) -> dict[str, Any]:
+    """A copy whose tool calls have their arguments as objects, which templates expect."""
+    copy = dict(message)
+    if copy.get("role") == "developer":  # OpenAI's newer name
+        copy["role"] = "system"
+    calls = copy.get("tool_calls")
+    if calls is None:
+        copy.pop("tool_calls", None)
+        return copy
+    where = f"messages[{position}].tool_calls"
+    if not isinstance(calls, list):
+        raise bad_request(f"{where} must be a list", "messages")
+    if not calls:
+        del copy["tool_calls"]
+    else:
+        copy["tool_calls"] = [_call_with_object(call, where) for call in calls]
+    return copy
+
+
+def _call_with_object(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise bad_request(f"{where}: each call needs a function with a name", "messages")
+    arguments = function.get("arguments") or "{}"
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise bad_request(f"{where}: arguments are not JSON: {error}", "messages") from None
+    if not isinstance(arguments, dict):
+        raise bad_request(f"{where}: arguments must be a JSON object", "messages")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """Tool calls and results written out, for a template that would drop them."""
+    if message.get("role") == "tool":
+        content = _text_of(message.get("content"))
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    calls = message.pop("tool_calls", None)
+    if calls:
+        blocks = [_text_of(message.get("content"))]
+        for call in calls:
+            function = call["function"]
+            written = {"name": function["name"], "arguments": function["arguments"]}
+            text = json.dumps(written, ensure_ascii=False)
+            blocks.append(f"<tool_call>\n{text}\n</tool_call>")
+        message["content"] = "\n".join(block for block in blocks if block)
+    return message
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        texts = (part.get("text") for part in content if isinstance(part, Mapping))
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return content if isinstance(content, str) else ""
+
+
+def _tools_text(tools: Sequence[dict[str, Any]]) -> str:
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    return _TOOLS_TEXT.format(definitions="\n".join(lines))
+
+
+def _add_to_system(messages: list[dict[str, Any]], text: str) -> None:
+    if messages[0].get("role") == "system":
+        before = _text_of(messages[0].get("content"))
+        messages[0] = {**messages[0], "content": f"{before}\n\n{text}" if before else text}
+    else:
+        messages.insert(0, {"role": "system", "content": text})

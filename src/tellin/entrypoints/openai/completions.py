@@ -1,0 +1,233 @@
+"""``/v1/completions``: text from text, with echo and scoring of prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from tellin.engine.prompts import RenderedPrompt, TokenizeParams, is_token_ids
+from tellin.entrypoints.openai.errors import bad_request
+from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
+from tellin.entrypoints.openai.replies import Completion, CompletionChoice, CompletionLogprobs
+from tellin.entrypoints.openai.requests import CompletionRequest
+from tellin.entrypoints.openai.sampling import make_sampling_params, split_n
+from tellin.entrypoints.openai.serving import (
+    DONE,
+    Job,
+    ServingContext,
+    UsageCounter,
+    error_event,
+    event,
+    finish_reason,
+    make_jobs,
+    new_id,
+    run_jobs,
+    stop_reason,
+)
+from tellin.outputs import CompletionOutput, RequestOutput
+from tellin.sampling_params import SamplingParams
+
+
+class PreparedCompletion:
+    """A request that is ready to run."""
+
+    def __init__(
+        self, context: ServingContext, request: CompletionRequest, jobs: list[Job], n: int
+    ) -> None:
+        self.context = context
+        self.request = request
+        self.jobs = jobs
+        self.id = new_id("cmpl", request.request_id)
+        self.created = int(time.time())
+        self.usage = UsageCounter()
+        self._is_scoring = request.max_tokens == 0
+        self._begun: set[int] = set()
+        self._offsets: dict[int, int] = {}
+        self._logprobs = None
+        self._table = context.engine.output_processor.token_table
+        if request.logprobs is not None:
+            as_ids = bool(request.return_tokens_as_token_ids)
+            self._logprobs = LogprobWriter(request.logprobs, self._table, as_ids=as_ids)
+
+    async def outputs(self) -> AsyncGenerator[tuple[Job, RequestOutput], None]:
+        stream = run_jobs(self.context, self.jobs, priority=self.request.priority)
+        async with aclosing(stream):
+            async for job, output in stream:
+                if self._is_scoring:
+                    _drop_generated(output)
+                self.usage.add(job, output)
+                yield job, output
+
+    async def complete(self) -> Completion:
+        """The answer, when all choices have ended."""
+        choices: list[CompletionChoice] = []
+        async with aclosing(self.outputs()) as stream:
+            async for job, output in stream:
+                choices.extend(self._choice(job, output, item) for item in output.outputs)
+        choices.sort(key=lambda choice: choice.index)
+        return self._reply(choices, self.usage.usage())
+
+    async def chunks(self) -> AsyncGenerator[Completion, None]:
+        """The answer as it grows; a last chunk without choices holds the usage, if wanted."""
+        options = self.request.stream_options
+        wants_usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+        always = self._logprobs is not None or self.request.return_token_ids
+        async with aclosing(self.outputs()) as stream:
+            async for job, output in stream:
+                for item in output.outputs:
+                    choice = self._choice(job, output, item)
+                    if choice.text or choice.finish_reason or always:
+                        reply = self._reply([choice])
+                        if continuous:
+                            reply.usage = self.usage.usage()
+                        elif wants_usage:
+                            reply.usage = None
+                        yield reply
+        if wants_usage:
+            yield self._reply([], self.usage.usage())
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """`chunks` as server-sent events. An error before the first one is raised."""
+        has_begun = False
+        try:
+            async with aclosing(self.chunks()) as stream:
+                async for chunk in stream:
+                    has_begun = True
+                    yield event(chunk)
+        except Exception as error:
+            if not has_begun:
+                raise
+            yield error_event(error)
+        yield DONE
+
+    # ------------------------------------------------------------------ parts
+
+    def _reply(self, choices: list[CompletionChoice], usage: Any = None) -> Completion:
+        reply = Completion(self.id, self.created, self.context.model_name, choices)
+        if usage is not None:
+            reply.usage = usage
+        return reply
+
+    def _choice(
+        self, job: Job, output: RequestOutput, completion: CompletionOutput
+    ) -> CompletionChoice:
+        """What is new of a choice: all of it, or a delta. The first one has the echo."""
+        request = self.request
+        index = job.first_index + completion.index
+        is_first = index not in self._begun
+        self._begun.add(index)
+        echo = self._echo(job, output) if is_first and request.echo else ""
+        choice = CompletionChoice(index, echo + completion.text, finish_reason(completion))
+        if completion.finished():
+            choice.stop_reason = stop_reason(completion)
+        if self._logprobs is not None:
+            choice.logprobs = self._choice_logprobs(index, output, completion, is_first)
+        if is_first and request.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs) or []
+        if request.return_token_ids:
+            choice.token_ids = completion.token_ids
+            if is_first:
+                choice.prompt_token_ids = output.prompt_token_ids or []
+        return choice
+
+    def _echo(self, job: Job, output: RequestOutput) -> str:
+        text = job.prompt.get("prompt")
+        if text is None or output.num_truncated_prompt_tokens:
+            tokenizer = self.context.engine.get_tokenizer()
+            text = tokenizer.decode(output.prompt_token_ids or [], skip_special_tokens=False)
+        return text
+
+    def _choice_logprobs(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, is_first: bool
+    ) -> CompletionLogprobs:
+        writer = self._logprobs
+        assert writer is not None
+        ids = list(completion.token_ids)
+        positions: list[Any] = list(completion.logprobs or ())
+        if is_first and self.request.echo:
+            ids = [*(output.prompt_token_ids or ()), *ids]
+            positions = [*(output.prompt_logprobs or ()), *positions]
+        offset = self._offsets.get(index, 0)
+        logprobs, self._offsets[index] = writer.completion(ids, positions, offset)
+        return logprobs
+
+
+class CompletionService:
+    """Prepares requests."""
+
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def prepare(self, request: CompletionRequest) -> PreparedCompletion:
+        """Check and render a request; nothing runs yet.
+
+        Raises:
+            ApiError, TellinError: the request cannot be served.
+        """
+        context = self.context
+        context.check_model(request.model)
+        context.check_accepts()
+        _check(request)
+        n, params_n = split_n(request, context.defaults)
+        params = self._params(request, params_n)
+        prompts = prompts_of(request.prompt)
+        context.check_num_sequences(n * len(prompts))
+        tok_params = TokenizeParams(request.add_special_tokens).with_options(
+            {"truncate_prompt_tokens": request.truncate_prompt_tokens}
+        )
+        extras = None if request.cache_salt is None else {"cache_salt": request.cache_salt}
+        rendered: list[RenderedPrompt] = await context.engine.renderer.render_cmpl_async(
+            prompts, tok_params, extras
+        )
+        return PreparedCompletion(context, request, make_jobs(rendered, params, n), n)
+
+    def _params(self, request: CompletionRequest, params_n: int) -> SamplingParams:
+        overrides: dict[str, Any] = {"n": params_n}
+        if request.echo and request.logprobs is not None:
+            overrides["prompt_logprobs"] = request.logprobs
+        max_tokens = request.max_tokens
+        if max_tokens == 0:
+            # Scoring: the engine computes one position more, which is dropped.
+            max_tokens, overrides["min_tokens"] = 1, 0
+        return make_sampling_params(
+            request,
+            self.context.defaults,
+            max_tokens=max_tokens,
+            logprobs=request.logprobs,
+            **overrides,
+        )
+
+
+def prompts_of(given: Any) -> list[Any]:
+    """The prompts of a request: one text, texts, one list of ids, or lists of ids."""
+    return [given] if isinstance(given, str) or is_token_ids(given) else list(given)
+
+
+def _check(request: CompletionRequest) -> None:
+    if request.suffix is not None:
+        raise bad_request("suffix is not supported: this server continues texts only", "suffix")
+    n = 1 if request.n is None else request.n
+    if request.best_of is not None and request.best_of not in (1, n):
+        raise bad_request(
+            f"best_of={request.best_of} is not supported; leave it out or set it to n ({n})",
+            "best_of",
+        )
+    if request.max_tokens == 0 and not request.echo:
+        raise bad_request(
+            "max_tokens=0 makes sense only with echo=true, to score a prompt", "max_tokens"
+        )
+    if request.stream and request.echo and request.logprobs is not None:
+        raise bad_request("echo with logprobs cannot be streamed; set stream=false", "stream")
+
+
+def _drop_generated(output: RequestOutput) -> None:
+    for completion in output.outputs:
+        completion.text = ""
+        completion.token_ids = []
+        completion.logprobs = None if completion.logprobs is None else []
+        completion.stop_reason = None
+        if completion.finished():
+            completion.finish_reason = "length"

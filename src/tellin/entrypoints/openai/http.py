@@ -1,0 +1,133 @@
+"""Between ASGI and services: reading bodies, answering, noticing that a client has gone.
+
+A request's work runs as a task that is cancelled when its client disconnects, whether the answer is
+streamed, still queued, or not streamed at all; cancelling aborts it in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tellin.entrypoints.openai.errors import ApiError, bad_request
+
+logger = logging.getLogger("tellin.server")
+
+Model = TypeVar("Model", bound=BaseModel)
+Result = TypeVar("Result")
+CLIENT_CLOSED_REQUEST = 499
+"""Status in the log of a request whose client went away; nobody receives it."""
+
+
+def json_reply(data: Any, status: int = 200) -> Response:
+    """Any struct or plain data as JSON."""
+    return Response(msgspec.json.encode(data), status, media_type="application/json")
+
+
+def error_reply(error: ApiError) -> Response:
+    return Response(
+        error.encode(), error.status, headers=error.headers, media_type="application/json"
+    )
+
+
+def body_reader(model: type[Model], timeout_s: float) -> Callable[[Request], Awaitable[Model]]:
+    """A dependency that reads and checks a body.
+
+    Only ``application/json`` is read: a web page can send other types to a server on this machine
+    without the browser asking first.
+    """
+
+    async def read(request: Request) -> Model:
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise bad_request(
+                f"Content-Type must be application/json, got {media_type or 'none'!r}",
+                code="invalid_content_type",
+            )
+        try:
+            async with asyncio.timeout(timeout_s):
+                body = await request.body()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {timeout_s:g} s") from None
+        return model.model_validate_json(body)
+
+    return read
+
+
+async def until_disconnect(
+    request: Request, work: Coroutine[Any, Any, Result]
+) -> Result | Response:
+    """Run ``work``, cancelled if the client goes away. The body has been read."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    finally:
+        watcher.cancel()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def stream_reply(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
+    """A streamed answer. What fails before the first event is raised and gets its own status."""
+
+    async def first_event() -> bytes:
+        return await anext(events)
+
+    first = await until_disconnect(request, first_event())
+    if isinstance(first, Response):
+        await events.aclose()
+        return first
+    return EventStream(first, events)
+
+
+class EventStream(Response):
+    """Server-sent events. A slow reader holds up its own stream only: outputs wait merged."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+            media_type=self.media_type,
+        )
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sender = asyncio.ensure_future(self._send(send))
+        watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if sender.done():
+                sender.result()
+        finally:
+            for task in (sender, watcher):
+                task.cancel()
+            await asyncio.gather(sender, watcher, return_exceptions=True)
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for event in self._events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,158 @@
+"""What every request passes: an id and a line in the log, keys, the limit of the body.
+
+Plain ASGI, so that a stream costs nothing per event. Logs hold no text of prompts or answers, and
+no keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tellin.entrypoints.openai.errors import ApiError, to_api_error
+from tellin.entrypoints.openai.http import error_reply
+from tellin.entrypoints.openai.server_config import ServerConfig
+
+logger = logging.getLogger("tellin.server")
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""Probes of orchestrators, which have no key."""
+ADMIN_PATHS = frozenset(
+    {
+        "/sleep",
+        "/wake_up",
+        "/is_sleeping",
+        "/reset_prefix_cache",
+        "/start_profile",
+        "/stop_profile",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class RequestLog:
+    """Gives each request an id, logs its end, and turns what nobody caught into an answer."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        wanted = Headers(scope=scope).get("x-request-id", "")
+        request_id = wanted if _REQUEST_ID.fullmatch(wanted) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        start = time.monotonic()
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            answer = to_api_error(error)
+            if answer.status == 500:
+                logger.exception("request %s failed", request_id)
+            if status:
+                raise  # the answer has begun: all that is left is to cut it off
+            await error_reply(answer)(scope, receive, send_with_id)
+        finally:
+            path = scope["path"]
+            level = logging.DEBUG if path in OPEN_PATHS or path == "/metrics" else logging.INFO
+            logger.log(
+                level,
+                "%s %s %s %d %.0f ms",
+                request_id,
+                scope["method"],
+                path.encode("unicode_escape").decode(),
+                status,
+                (time.monotonic() - start) * 1000,
+            )
+
+
+class Gate:
+    """Refuses requests without a key, and bodies that are too large."""
+
+    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+        self._app = app
+        self._api_keys = _digests(config.api_keys)
+        self._admin_keys = _digests(() if config.admin_key is None else (config.admin_key,))
+        self._max_body_bytes = config.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope["path"], headers)
+        if refusal is not None:
+            await error_reply(refusal)(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            if message["type"] == "http.request":
+                num_bytes += len(message.get("body", b""))
+                if num_bytes > self._max_body_bytes:
+                    raise self._too_large()
+            return message
+
+        await self._app(scope, receive_limited, send)
+
+    def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        if not self._has_key(path, headers.get("authorization", "")):
+            return ApiError(
+                401,
+                "no valid API key; send one as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                type="authentication_error",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        length = headers.get("content-length", "0")
+        if length.isdigit() and int(length) > self._max_body_bytes:
+            return self._too_large()
+        return None
+
+    def _has_key(self, path: str, authorization: str) -> bool:
+        keys = self._admin_keys if path in ADMIN_PATHS and self._admin_keys else self._api_keys
+        if path in OPEN_PATHS or not keys:
+            return True
+        scheme, _, key = authorization.partition(" ")
+        return scheme.lower() == "bearer" and _is_among(key.strip(), keys)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body is larger than this server takes ({self._max_body_bytes} bytes)",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )
+
+
+def _digests(keys: Iterable[str]) -> list[bytes]:
+    return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+def _is_among(key: str, digests: list[bytes]) -> bool:
+    """Compare with every key, in a time that tells nothing about any of them."""
+    digest = hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    matches = [hmac.compare_digest(digest, known) for known in digests]
+    return any(matches)

@@ -1,0 +1,163 @@
+"""Paths of the API. No logic: read, call a service, answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tellin.entrypoints.openai import requests as bodies
+from tellin.entrypoints.openai.chat import ChatService
+from tellin.entrypoints.openai.completions import CompletionService
+from tellin.entrypoints.openai.embeddings import EmbeddingService
+from tellin.entrypoints.openai.http import body_reader, json_reply, stream_reply, until_disconnect
+from tellin.entrypoints.openai.serving import ServingContext
+from tellin.entrypoints.openai.status import StatusService
+from tellin.entrypoints.openai.tokenization import TokenizationService
+
+
+def documented(model: type[BaseModel]) -> dict[str, Any]:
+    """The OpenAPI part that describes a body, which `body_reader` reads."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    content = {"application/json": {"schema": schema}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
+    bodies.ChatCompletionRequest,
+    bodies.CompletionRequest,
+    bodies.EmbeddingRequest,
+    bodies.TokenizeRequest,
+    bodies.DetokenizeRequest,
+)
+
+
+def api_routes(context: ServingContext) -> APIRouter:
+    """Routes that run the model."""
+    router = APIRouter()
+    chat = ChatService(context)
+    completions = CompletionService(context)
+    embeddings = EmbeddingService(context)
+    tokenization = TokenizationService(context)
+    timeout_s = context.config.body_timeout_s
+
+    read_chat = body_reader(bodies.ChatCompletionRequest, timeout_s)
+    read_completion = body_reader(bodies.CompletionRequest, timeout_s)
+    read_embedding = body_reader(bodies.EmbeddingRequest, timeout_s)
+    read_tokenize = body_reader(bodies.TokenizeRequest, timeout_s)
+    read_detokenize = body_reader(bodies.DetokenizeRequest, timeout_s)
+
+    async def answer(request: Request, prepared: Any, stream: bool | None) -> Response:
+        if stream:
+            return await stream_reply(request, prepared.events())
+        return _reply(await until_disconnect(request, prepared.complete()))
+
+    @router.post("/v1/chat/completions", openapi_extra=documented(bodies.ChatCompletionRequest))
+    async def create_chat_completion(request: Request) -> Response:
+        body = await read_chat(request)
+        return await answer(request, await chat.prepare(body), body.stream)
+
+    @router.post("/v1/completions", openapi_extra=documented(bodies.CompletionRequest))
+    async def create_completion(request: Request) -> Response:
+        body = await read_completion(request)
+        return await answer(request, await completions.prepare(body), body.stream)
+
+    @router.post("/v1/embeddings", openapi_extra=documented(bodies.EmbeddingRequest))
+    async def create_embeddings(request: Request) -> Response:
+        body = await read_embedding(request)
+        return _reply(await until_disconnect(request, embeddings.embed(body)))
+
+    @router.post("/tokenize", openapi_extra=documented(bodies.TokenizeRequest))
+    async def tokenize(request: Request) -> Response:
+        body = await read_tokenize(request)
+        return json_reply(await tokenization.tokenize(body))
+
+    @router.post("/detokenize", openapi_extra=documented(bodies.DetokenizeRequest))
+    async def detokenize(request: Request) -> Response:
+        body = await read_detokenize(request)
+        return json_reply(await tokenization.detokenize(body))
+
+    return router
+
+
+def status_routes(context: ServingContext) -> APIRouter:
+    """Routes that tell how things are."""
+    router = APIRouter()
+    status = StatusService(context)
+
+    @router.get("/v1/models")
+    async def list_models() -> Response:
+        return json_reply(status.models())
+
+    @router.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Response:
+        return json_reply(status.model(name))
+
+    @router.get("/health")
+    async def health() -> Response:
+        await status.check_health()
+        return json_reply({"status": "ok"})
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        await status.check_ready()
+        return json_reply({"status": "ready"})
+
+    @router.get("/version")
+    async def version() -> Response:
+        return json_reply({"version": status.version()})
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        return Response(status.metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    return router
+
+
+def admin_routes(context: ServingContext) -> APIRouter:
+    """Routes that change the engine; each one needs the admin key."""
+    router = APIRouter()
+    status = StatusService(context)
+    engine = context.engine
+
+    @router.post("/sleep")
+    async def sleep(level: int = 1, mode: str = "abort") -> Response:
+        await status.sleep(level, mode)
+        return json_reply({"is_sleeping": True})
+
+    @router.post("/wake_up")
+    async def wake_up() -> Response:
+        await engine.wake_up()
+        return json_reply({"is_sleeping": await engine.is_sleeping()})
+
+    @router.get("/is_sleeping")
+    async def is_sleeping() -> Response:
+        return json_reply({"is_sleeping": await engine.is_sleeping()})
+
+    @router.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: bool = False) -> Response:
+        return json_reply({"reset": await engine.reset_prefix_cache(reset_running_requests)})
+
+    @router.post("/start_profile")
+    async def start_profile() -> Response:
+        await engine.start_profile()
+        return json_reply({"is_profiling": True})
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Response:
+        await engine.stop_profile()
+        return json_reply({"is_profiling": False})
+
+    @router.post("/v1/load_lora_adapter")
+    @router.post("/v1/unload_lora_adapter")
+    async def change_lora_adapter() -> Response:
+        raise status.no_adapters()
+
+    return router
+
+
+def _reply(result: Any) -> Response:
+    return result if isinstance(result, Response) else json_reply(result)

@@ -1,0 +1,210 @@
+"""What all services share: the engine, names and limits, and running a request's sequences.
+
+A request becomes jobs (one per prompt; one per choice where equal choices are wanted); their
+outputs come back as one stream. Whatever ends the stream early aborts what is left of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from tellin.engine.async_llm import AsyncLLM
+from tellin.engine.prompts import RenderedPrompt
+from tellin.entrypoints.openai.chat_format import ChatFormat
+from tellin.entrypoints.openai.errors import ApiError, bad_request, not_ready, to_api_error
+from tellin.entrypoints.openai.replies import FinishReason, PromptTokensDetails, Usage
+from tellin.entrypoints.openai.server_config import ServerConfig
+from tellin.outputs import CompletionOutput, RequestOutput
+from tellin.sampling_params import SamplingParams
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ServingContext:
+    """One engine behind one server."""
+
+    def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
+        model = engine.model_config
+        self.engine = engine
+        self.config = config
+        self.model_names = config.served_model_names or (model.served_model_name or model.model,)
+        self.created = int(time.time())
+        self.chat_format = ChatFormat(config, model.chat_template, engine.tokenizer)
+        self.is_draining = False
+
+    @property
+    def model_name(self) -> str:
+        return self.model_names[0]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Sampling defaults that the model ships with."""
+        return self.engine.model_config.generation_defaults
+
+    def check_model(self, name: str | None) -> None:
+        """Raise 404 for a model that is not served."""
+        if name is not None and name not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist here; served: {', '.join(self.model_names)}",
+                "model",
+                "model_not_found",
+            )
+
+    def check_accepts(self) -> None:
+        """Raise 503 while the server is ending."""
+        if self.is_draining:
+            raise not_ready("the server is shutting down; send the request elsewhere")
+
+    def check_num_sequences(self, wanted: int) -> None:
+        """Raise 400 for more sequences than could ever be admitted."""
+        scheduler = self.engine.config.scheduler_config
+        limit = self.engine.config.settings.max_n_sequences
+        if scheduler.max_num_queued_reqs is not None:
+            limit = min(limit, scheduler.max_num_seqs + scheduler.max_num_queued_reqs)
+        if wanted > limit:
+            raise bad_request(
+                f"the request asks for {wanted} completions (prompts times n); this server takes "
+                f"at most {limit} at once",
+                "n",
+            )
+
+
+@dataclass
+class Job:
+    """One prompt on the engine."""
+
+    prompt: RenderedPrompt
+    params: SamplingParams
+    first_index: int
+    """Index of its first choice in the answer."""
+    counts_prompt: bool = True
+    """Whether the prompt is new: equal choices of one prompt count it once."""
+
+
+def make_jobs(prompts: Sequence[RenderedPrompt], params: SamplingParams, n: int) -> list[Job]:
+    """Jobs for ``n`` choices per prompt. ``params.n`` is 1 where choices are equal (greedy)."""
+    return [
+        Job(prompt, params, position * n + copy * params.n, copy == 0)
+        for position, prompt in enumerate(prompts)
+        for copy in range(n // params.n)
+    ]
+
+
+async def run_jobs(
+    context: ServingContext, jobs: Sequence[Job], *, priority: int = 0
+) -> AsyncGenerator[tuple[Job, RequestOutput], None]:
+    """Outputs of all jobs as they come.
+
+    Raises:
+        TellinError, ApiError: one job failed or was refused; the others are aborted.
+    """
+    streams = [_run_job(context, job, priority) for job in jobs]
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as stream:
+            async for output in stream:
+                yield jobs[0], output
+        return
+    waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for future in done:
+                position = waiting.pop(future)
+                try:
+                    output = future.result()
+                except StopAsyncIteration:
+                    continue
+                yield jobs[position], output
+                waiting[asyncio.ensure_future(anext(streams[position]))] = position
+    finally:
+        for future in waiting:
+            future.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
+
+
+async def _run_job(
+    context: ServingContext, job: Job, priority: int
+) -> AsyncGenerator[RequestOutput, None]:
+    stream = context.engine.generate(
+        job.prompt,
+        job.params,
+        uuid.uuid4().hex,
+        timeout_s=context.config.request_timeout_s,
+        priority=priority,
+    )
+    async with aclosing(stream):
+        async for output in stream:
+            if output.error is not None:
+                raise output.error
+            if any(completion.finish_reason == "abort" for completion in output.outputs):
+                raise not_ready("the request was aborted by the server")
+            yield output
+
+
+@dataclass
+class UsageCounter:
+    """Tokens of one request; every generated id counts once, streamed or not."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    truncated_tokens: int = 0
+    _seen: set[int] = field(default_factory=set)
+
+    def add(self, job: Job, output: RequestOutput) -> None:
+        if job.first_index not in self._seen:
+            self._seen.add(job.first_index)
+            if job.counts_prompt:
+                self.prompt_tokens += len(output.prompt_token_ids or ())
+                self.cached_tokens += output.num_cached_tokens or 0
+                self.truncated_tokens += output.num_truncated_prompt_tokens
+        self.completion_tokens += sum(len(item.token_ids) for item in output.outputs)
+
+    def usage(self) -> Usage:
+        return Usage(
+            self.prompt_tokens,
+            self.completion_tokens,
+            self.prompt_tokens + self.completion_tokens,
+            PromptTokensDetails(self.cached_tokens, self.truncated_tokens or UNSET),
+        )
+
+
+def finish_reason(completion: CompletionOutput, has_calls: bool = False) -> FinishReason | None:
+    """OpenAI's word for why a completion ended; None while it goes on."""
+    if completion.finish_reason is None:
+        return None
+    if completion.finish_reason == "length":
+        return "length"
+    return "tool_calls" if has_calls else "stop"
+
+
+def stop_reason(completion: CompletionOutput) -> int | str | None:
+    """vLLM's extension: what exactly ended it."""
+    if completion.finish_reason == "repetition":
+        return "repetition"
+    return completion.stop_reason
+
+
+def new_id(prefix: str, wanted: str | None = None) -> str:
+    return f"{prefix}-{wanted or uuid.uuid4().hex}"
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def error_event(error: BaseException) -> bytes:
+    return event(to_api_error(error).body())
