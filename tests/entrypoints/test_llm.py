@@ -399,8 +399,11 @@ def test_threads_share_batches(make_engine: EngineMaker) -> None:
 
 def test_an_error_in_a_step_reaches_every_thread(make_engine: EngineMaker) -> None:
     class Client(SlowClient):
+        has_failed = False
+
         def get_output(self, timeout: float | None = None) -> Any:
-            if len(self.batch_sizes) > 20:
+            if len(self.live) == 3 and len(self.batch_sizes) > 20 and not self.has_failed:
+                self.has_failed = True
                 raise RuntimeError("model broke")
             return super().get_output(timeout)
 
