@@ -18,6 +18,7 @@ import pytest
 from tellin.config import LoRAConfig, ParallelConfig
 from tellin.engine import llm_engine, teardown
 from tellin.engine.llm_engine import LLMEngine
+from tellin.engine.prompts import RenderedPrompt
 from tellin.engine.renderer import Renderer
 from tellin.exceptions import (
     DuplicateRequestError,
@@ -26,7 +27,7 @@ from tellin.exceptions import (
     UnsupportedFeatureError,
 )
 from tellin.metrics import IterationStats
-from tellin.protocol import EngineCoreRequest, FinishReason, LoRARequest
+from tellin.protocol import CacheStats, EngineCoreRequest, FinishReason, LoRARequest
 from tellin.sampling_params import RequestOutputKind, SamplingParams
 from tellin.settings import Settings
 from tests.engine.fakes import EngineMaker, FakeClient, make_config, run, text_ids
@@ -643,6 +644,45 @@ def test_s43_s44_s71_sleep_order(make_engine: EngineMaker, level: int) -> None:
     order.clear()
     engine.wake_up()
     assert order == [("wake_up", None), ("is_sleeping",), (False, 0)]
+
+
+def test_s72_after_waking_items_are_sent_with_their_data(make_engine: EngineMaker) -> None:
+    """A fake modality: the frontend sends an item once, then a reference; sleep makes it forget."""
+
+    class SenderCache:
+        def __init__(self) -> None:
+            self.seen: set[str] = set()
+
+        def clear(self) -> None:
+            self.seen.clear()
+
+        def take_stats(self) -> CacheStats:
+            return CacheStats()
+
+    cache = SenderCache()
+    engine = make_engine(ABC)
+    engine.renderer._mm_cache = cache
+
+    def send(request_id: str) -> Any:
+        data = None if "hash" in cache.seen else "pixels"
+        cache.seen.add("hash")
+        prompt = RenderedPrompt(
+            type="multimodal",
+            prompt_token_ids=[1, 2, 3],
+            mm_items={"image": {"data": [data], "hashes": ["hash"], "placeholders": [(1, 1)]}},
+        )
+        engine.add_request(request_id, prompt, SamplingParams())
+        run(engine)
+        (feature,) = make_engine.client.requests[-1].mm_features or ()
+        return feature.data
+
+    assert [send("1"), send("2")] == ["pixels", None]
+    engine.sleep(0)
+    engine.wake_up()
+    assert send("3") is None, "level 0 drops nothing"
+    engine.sleep(1)
+    engine.wake_up()
+    assert send("4") == "pixels"
 
 
 def test_wake_up_of_a_part_records_the_real_state(make_engine: EngineMaker) -> None:

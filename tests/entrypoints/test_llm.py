@@ -504,6 +504,26 @@ def test_controls_reach_the_engine(llm: LLM) -> None:
         llm.get_metrics()
 
 
+def test_p35_nothing_is_kept_of_finished_requests(make_engine: EngineMaker) -> None:
+    """Steady traffic: the number of objects does not grow with the number of requests."""
+    llm = LLM.from_engine(make_engine(echo, log_stats=True))
+    client = llm.llm_engine.engine_core
+
+    def traffic() -> int:
+        for number in range(60):
+            llm.generate([f"{number}a", f"{number}b"], SamplingParams(n=2, stop="zz", logprobs=0))
+            next(llm.stream(f"{number}c"))
+        client.calls.clear()  # type: ignore[attr-defined]
+        client.requests.clear()  # type: ignore[attr-defined]
+        gc.collect()
+        return len(gc.get_objects())
+
+    traffic()
+    first = traffic()
+    assert traffic() - first < 60
+    assert is_idle(llm)
+
+
 # ---------------------------------------------------------------------- beam search
 
 WORDS = text_ids("abcd")
