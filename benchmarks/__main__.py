@@ -7,7 +7,16 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks import ceilings, compare, diff, fidelity, overhead, rounding, scheduler_cost
+from benchmarks import (
+    boundary,
+    ceilings,
+    compare,
+    diff,
+    fidelity,
+    overhead,
+    rounding,
+    scheduler_cost,
+)
 
 
 def main() -> int:
@@ -25,6 +34,9 @@ def main() -> int:
     overhead.add_arguments(
         commands.add_parser("overhead", help="what the engine costs beside the native calls")
     )
+    boundary.add_arguments(
+        commands.add_parser("boundary", help="what a core in a process of its own costs")
+    )
     one = commands.add_parser("ceilings", help="what this machine could do at best")
     one.add_argument("--cache", type=Path, help="where to build (default: TELLIN_HOME/bench)")
     one.add_argument("--threads", type=int)
@@ -41,6 +53,8 @@ def main() -> int:
         return rounding.run(args)
     if args.command == "overhead":
         return overhead.run(args)
+    if args.command == "boundary":
+        return boundary.run(args)
     if args.command == "scheduler":
         print(scheduler_cost.run())
         return 0
