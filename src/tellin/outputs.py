@@ -33,7 +33,7 @@ class Logprob(msgspec.Struct, gc=False):
 LogprobsOnePosition: TypeAlias = dict[int, Logprob]
 
 
-class FlatLogprobs(MutableSequence[LogprobsOnePosition | None]):
+class FlatLogprobs(MutableSequence[LogprobsOnePosition]):
     """Logprobs of many positions in a few flat lists: cheap to build, keep and collect.
 
     Reads like a list of ``{token id: Logprob}``; a position without values (the first of a prompt)
