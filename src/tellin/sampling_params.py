@@ -422,9 +422,13 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             "all_stop_token_ids",
             "repetition_detection",
         ):
-            setattr(other, name, copy.copy(getattr(self, name)))
+            value = getattr(self, name)
+            if value is not None:
+                setattr(other, name, copy.copy(value))
         for name in ("structured_outputs", "extra_args", "bad_words_token_ids"):
-            setattr(other, name, copy.deepcopy(getattr(self, name)))
+            value = getattr(self, name)
+            if value is not None:
+                setattr(other, name, copy.deepcopy(value))
         return other
 
 
