@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import subprocess
 import sys
 import threading
@@ -29,8 +30,9 @@ class Server:
     url: str
     log: list[str] = field(default_factory=list)
 
-    @property
+    @functools.cached_property
     def http(self) -> httpx.Client:
+        """A client of its own, closed with the server."""
         return httpx.Client(base_url=self.url, timeout=60)
 
     def client(self, **options: object) -> openai.OpenAI:
@@ -86,6 +88,8 @@ def run_server(model: Path, *arguments: str) -> Iterator[Server]:
         assert server.url, "".join(server.log)
         yield server
     finally:
+        if "http" in vars(server):
+            server.http.close()
         if process.poll() is None:
             process.terminate()
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import secrets
 import string
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 from tellin.entrypoints.openai.logprobs import LogprobWriter
 from tellin.entrypoints.openai.parsers.events import CallDelta, ParsedDelta, join
@@ -21,7 +23,7 @@ from tellin.entrypoints.openai.replies import (
     ToolCallDelta,
 )
 from tellin.entrypoints.openai.serving import finish_reason, stop_reason
-from tellin.outputs import CompletionOutput
+from tellin.outputs import CompletionOutput, LogprobsOnePosition
 
 _ALPHABET = string.ascii_letters + string.digits
 
@@ -127,7 +129,8 @@ class ChatChoiceWriter:
         writer = self._options.logprobs
         if writer is None or completion.logprobs is None:
             return None
-        return writer.chat(completion.token_ids, completion.logprobs)
+        positions = cast("Iterable[LogprobsOnePosition]", completion.logprobs)
+        return writer.chat(completion.token_ids, positions)
 
     def _call_id(self) -> str:
         length = self._options.id_length
