@@ -88,7 +88,7 @@ build: $(STAMPS)/extension
 # ------------------------------------------------------------------ use
 
 run: build
-	@$(BIN)/tellin pull $(MODEL)
+	@$(BIN)/tellin pull $(MODEL) > /dev/null
 	@$(BIN)/tellin generate --model $(MODEL) --max-tokens $(MAX_TOKENS) "$(PROMPT)"
 
 # ------------------------------------------------------------------ checks

@@ -66,7 +66,9 @@ def run_tests(overlay: Path, tests: list[str]) -> int:
 
     if overlay not in Path(str(_C.__file__)).parents:
         raise SystemExit(f"tests would use {_C.__file__}, not {overlay}")
-    return int(pytest.main(["-q", "--timeout=900", "-p", "no:cacheprovider", *tests]))
+    return int(
+        pytest.main(["-q", "--timeout=900", "--capture=sys", "-p", "no:cacheprovider", *tests])
+    )
 
 
 def main() -> int:
