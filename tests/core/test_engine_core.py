@@ -403,6 +403,25 @@ def test_a_failing_step_loses_no_news_for_the_worker() -> None:
     driver.check_lone("old", 2)
 
 
+def test_preemptions_of_a_failed_step_are_announced_later() -> None:
+    driver = Driver(num_kv_blocks=9, max_model_len=32, enable_prefix_caching=False)
+    for i in range(3):
+        driver.add(f"r{i}", unlike(i, 7), 12)
+
+    def fail(step: Any) -> Exception | None:
+        return ValueError("no") if step.preempted_req_ids else None
+
+    driver.executor.fail_on_step = fail
+    while not driver.finish:
+        driver.step()
+    driver.executor.fail_on_step = None
+    assert set(driver.finish.values()) == {FinishReason.ERROR}
+    driver.step()
+    assert driver.executor.outputs[-1].preempted_req_ids == {"r2"}
+    driver.run()
+    driver.check_lone("r2", 12)
+
+
 def test_a_broken_executor_kills_the_engine() -> None:
     """COR-30: when check_health fails, the caller learns it at once."""
     driver = Driver()

@@ -128,8 +128,10 @@ def test_a_stop_inside_accepted_drafts_cuts_them() -> None:
     driver = spec_driver(perfect)
     ids = unlike(1, 9)
     stop = next_id([*ids, next_id(ids)])
-    driver.add("r", ids, 20, stop_token_ids=[stop])
+    driver.add("r", ids, 20, stop_token_ids=[stop], logprobs=1)
     driver.run()
+    assert driver.last["r"].new_logprobs is not None
+    assert driver.last["r"].new_logprobs.logprob_token_ids == [[stop]]
     assert driver.tokens["r"] == [next_id(ids), stop]
     assert driver.last["r"].stop_reason == stop
     stats = [s.spec_decoding_stats for s in driver.stats if s.spec_decoding_stats]
@@ -290,6 +292,26 @@ def test_the_step_asks_for_drafts_only_while_they_pay() -> None:
     assert asked[0] > 0
     assert asked.count(0) > 80
     driver.check_lone("r", 120)
+
+
+def test_each_request_has_a_length_of_its_own() -> None:
+    """The worker drafts for all; those whose drafts do not pay get none."""
+    config = SpeculativeConfig("ngram", 3)
+
+    def draft(request_id: str, ids: list[int], k: int) -> list[int]:
+        return perfect(request_id, ids, k) if request_id == "good" else [901] * k
+
+    driver = spec_driver(draft, config, max_model_len=300, num_kv_blocks=200)
+    driver.add("bad", unlike(1, 4), 200)
+    driver.add("good", unlike(2, 4), 200)
+    while "good" not in driver.finish:
+        driver.step()
+    drafts = [s.scheduled_spec_decode_tokens for s in driver.executor.outputs]
+    assert sum("bad" in d for d in drafts) < 15
+    assert sum("good" in d for d in drafts) > 40
+    driver.run()
+    driver.check_lone("good", 200)
+    driver.check_lone("bad", 200)
 
 
 def test_eos_is_never_drafted_past() -> None:

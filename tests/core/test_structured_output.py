@@ -68,11 +68,14 @@ class FakeBackend:
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
+        self.stuck = threading.Event()
         self.num_compiled = 0
         self.grammars: list[CountingGrammar] = []
 
     def compile(self, params: StructuredOutputsParams) -> Callable[[], CountingGrammar]:
         assert self.gate.wait(10)
+        if params.regex == "stuck":
+            self.stuck.wait(10)
         self.num_compiled += 1
         if params.regex == "bad":
             raise InvalidParameterError("unclosed group")
@@ -240,6 +243,10 @@ def test_a_grammar_that_breaks_down_ends_its_request() -> None:
         driver.step()
     kept = list(driver.tokens["r"])
     backend.grammars[-1].reason = "too complex"
+    driver.step()
+    output = driver.executor.grammar_output
+    assert output is not None
+    assert (output.bitmask == -1).all()  # the worker finds an id; it is dropped
     run(driver)
     assert driver.finish["r"] is FinishReason.ERROR
     assert "too complex" in str(driver.last["r"].error)
@@ -296,16 +303,21 @@ def test_a_grammar_that_does_not_compile_ends_its_request(
 def test_compilation_has_a_time_limit() -> None:
     """And the threads that hang do not block the next grammar."""
     driver, backend = make_driver(timeout_s=0.05)
-    backend.gate.clear()
-    constrain(driver, "r", "3")
+    manager = driver.core.structured_output_manager
+    assert manager is not None
+    manager._max_threads = 1
+    constrain(driver, "r", "stuck")
+    constrain(driver, "queued", "3", ignore_eos=True)
     run(driver)
     assert driver.finish["r"] is FinishReason.ERROR
     assert "compile_timeout_s=0.05" in str(driver.last["r"].error)
     assert driver.last["r"].error_is_client_fault
-    backend.gate.set()
-    constrain(driver, "next", "3", ignore_eos=True)
+    assert driver.tokens["queued"] == [10, 11, 12]
+    constrain(driver, "next", "2", ignore_eos=True)
     run(driver)
-    assert driver.tokens["next"] == [10, 11, 12]
+    assert driver.tokens["next"] == [10, 11]
+    backend.stuck.set()
+    wait_until(lambda: backend.num_compiled == 3)
 
 
 def test_equal_constraints_compile_once() -> None:

@@ -16,23 +16,17 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from tellin.config import EngineConfig
-from tellin.core.kv_events import KVEventBatch
+from tellin.core.engine_core_controls import EngineCoreControls
 from tellin.core.kv_sizing import plan_kv_cache
 from tellin.core.request import Request, RequestStatus
-from tellin.core.scheduler import PauseState, Scheduler
+from tellin.core.scheduler import Scheduler
 from tellin.core.structured_output import StructuredOutputManager
-from tellin.exceptions import (
-    EngineDeadError,
-    InvalidParameterError,
-    UnsupportedFeatureError,
-)
-from tellin.protocol import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest, LoRARequest
+from tellin.exceptions import EngineDeadError, UnsupportedFeatureError
+from tellin.protocol import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from tellin.step_protocol import ModelRunnerOutput, SchedulerOutput
-from tellin.trace import ScopeRecorder, trace_path, write_trace
 
 if TYPE_CHECKING:
     from tellin.core.kv_event_publisher import KVEventPublisher
@@ -40,12 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tellin.core")
 
-PAUSE_MODES = ("abort", "wait", "keep")
 UNBLOCK_WAIT_S = 0.001
 """How long a step without work waits for a grammar, instead of spinning."""
 
 
-class EngineCore:
+class EngineCore(EngineCoreControls):
     """Requests go in with `add_request`, outputs come out of `step`."""
 
     def __init__(
@@ -61,20 +54,12 @@ class EngineCore:
         Raises:
             LoadError: the model or the KV cache does not fit, or the file is not usable.
         """
-        self.executor: Executor | None = None
-        self.scheduler: Scheduler | None = None
-        self.structured_output_manager: StructuredOutputManager | None = None
+        super().__init__()
         self._kv_event_publisher: KVEventPublisher | None = None
-        self._death: str | None = None
         self._is_stepping = False
         self._aborts: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-        self._idle_callbacks: list[Callable[[], None]] = []
-        self._lora_generations: dict[str, int] = {}
-        self._loaded_loras: dict[int, tuple[str, str]] = {}
         self._admission_counter = itertools.count()
         self.log_stats = log_stats
-        self.scopes = ScopeRecorder()
-        self._trace_prefix: str | None = None
         try:
             self._start(config, executor_class, failure_callback, tokenizer_info_factory)
         except BaseException:
@@ -333,208 +318,7 @@ class EngineCore:
     def post_step(self, executed: bool) -> None:
         """Called after every step by the loop that drives this core; a hook for subclasses."""
 
-    # ------------------------------------------------------------------ pause, sleep, caches
-
-    def pause_scheduler(self, mode: str = "abort", clear_cache: bool = True) -> Future[None] | None:
-        """Stop admitting requests; new ones are queued.
-
-        ``abort`` ends every request (their last outputs come with the next step), ``keep`` freezes
-        them, ``wait`` lets those that run finish and returns a future that is done when they have.
-
-        Raises:
-            InvalidParameterError: unknown mode.
-        """
-        if mode not in PAUSE_MODES:
-            raise InvalidParameterError(
-                f"mode must be one of {list(PAUSE_MODES)}, got {mode!r}",
-                parameter="mode",
-                value=mode,
-            )
-        scheduler, _ = self._live()
-        if mode == "keep":
-            scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        else:
-            scheduler.set_pause_state(PauseState.PAUSED_NEW)
-        if mode == "abort":
-            scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED, emit=True)
-        if mode == "wait" and scheduler.has_unfinished_requests():
-            future: Future[None] = Future()
-            self._idle_callbacks.append(lambda: self._finish_pause(future, clear_cache))
-            return future
-        if clear_cache:
-            self._clear_caches()
-        return None
-
-    def _finish_pause(self, future: Future[None], clear_cache: bool) -> None:
-        try:
-            if clear_cache:
-                self._clear_caches()
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(None)
-
-    def run_idle_callbacks(self) -> None:
-        """Called by the driving loop when there is no work."""
-        callbacks, self._idle_callbacks = self._idle_callbacks, []
-        for callback in callbacks:
-            callback()
-
-    def _clear_caches(self) -> None:
-        self.reset_prefix_cache(reset_running_requests=True)
-        self.reset_mm_cache()
-        self.reset_encoder_cache()
-
-    def resume_scheduler(self) -> None:
-        self._live()[0].set_pause_state(PauseState.UNPAUSED)
-
-    def is_scheduler_paused(self) -> bool:
-        return self._live()[0].pause_state is not PauseState.UNPAUSED
-
-    def sleep(self, level: int = 1, mode: str = "abort") -> Future[None] | None:
-        """Pause; from level 1 on also give back the KV cache, from level 2 on the weights.
-
-        Raises:
-            InvalidParameterError: unknown level or mode.
-        """
-        if level not in (0, 1, 2):
-            raise InvalidParameterError(
-                f"level must be 0, 1 or 2, got {level!r}", parameter="level", value=level
-            )
-        pending = self.pause_scheduler(mode, clear_cache=level >= 1)
-        if level == 0:
-            return pending
-        executor = self.executor
-        assert executor is not None
-        if pending is None:
-            executor.sleep(level)
-            return None
-        done: Future[None] = Future()
-
-        def asleep(paused: Future[None]) -> None:
-            try:
-                paused.result()
-                executor.sleep(level)
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-        pending.add_done_callback(asleep)
-        return done
-
-    def wake_up(self, tags: list[str] | None = None) -> None:
-        """Undo `sleep`. Scheduling resumes once all of the executor is awake.
-
-        Raises:
-            InvalidParameterError: a tag other than weights, kv_cache, scheduling.
-        """
-        unknown = set(tags or ()) - {"weights", "kv_cache", "scheduling"}
-        if unknown:
-            raise InvalidParameterError(
-                f"tags must be among weights, kv_cache and scheduling, got {sorted(unknown)}",
-                parameter="tags",
-                value=tags,
-            )
-        executor = self.executor
-        assert executor is not None
-        executor_tags = None if tags is None else [tag for tag in tags if tag != "scheduling"]
-        if executor.is_sleeping and (executor_tags is None or executor_tags):
-            executor.wake_up(executor_tags)
-        if not executor.is_sleeping:
-            self.resume_scheduler()
-
-    def is_sleeping(self) -> bool:
-        assert self.executor is not None
-        return self.is_scheduler_paused() or bool(self.executor.is_sleeping)
-
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """Forget cached KV blocks; False while blocks are in use (see the scheduler).
-
-        ``reset_connector`` also clears an external KV store; without one that part succeeds.
-        """
-        return self._live()[0].reset_prefix_cache(reset_running_requests)
-
-    def reset_mm_cache(self) -> None:
-        """Forget processed multimodal items: none are kept by text models."""
-
-    def reset_encoder_cache(self) -> None:
-        """Forget encoder outputs: none are kept by text models."""
-
-    def take_kv_events(self) -> KVEventBatch:
-        """What the prefix cache stored and dropped since the last call, for outside routers."""
-        recorder = self._live()[0].kv_cache_manager.events
-        rank = self.config.parallel_config.data_parallel_rank
-        return KVEventBatch(time.time(), recorder.take() if recorder is not None else [], rank)
-
-    # ------------------------------------------------------------------ pass-through
-
-    def profile(self, is_start: bool = True, prefix: str | None = None) -> str | None:
-        """Start to record phases, plan operations and threads, or stop and write the trace.
-
-        Args:
-            prefix: of the trace's path; what was given at the start counts if none is at the end.
-
-        Returns:
-            When stopping, the absolute path of the trace.
-        """
-        spans = self._executor().profile(is_start)
-        if is_start:
-            self._trace_prefix = prefix
-            self.scopes.start()
-            return None
-        path = trace_path(prefix or self._trace_prefix)
-        write_trace(path, "engine core", self.scopes.finish() + spans)
-        return str(path)
-
-    def collective_rpc(
-        self,
-        method: str | Callable[..., Any],
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> list[Any]:
-        return self._executor().collective_rpc(method, timeout, tuple(args), kwargs or {})
-
-    def execute_dummy_batch(self) -> None:
-        self._executor().execute_dummy_batch()
-
-    def get_supported_tasks(self) -> tuple[str, ...]:
-        return tuple(self.ready.supported_tasks)
-
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter. What was cached under its name before is not served any more."""
-        added = self._executor().add_lora(lora_request)
-        name = lora_request.lora_name
-        self._lora_generations[name] = self._lora_generations.get(name, 0) + 1
-        self._loaded_loras[lora_request.lora_int_id] = (name, lora_request.lora_path)
-        return bool(added)
-
-    def remove_lora(self, lora_id: int) -> bool:
-        self._loaded_loras.pop(lora_id, None)
-        return bool(self._executor().remove_lora(lora_id))
-
-    def pin_lora(self, lora_id: int) -> bool:
-        return bool(self._executor().pin_lora(lora_id))
-
-    def list_loras(self) -> set[int]:
-        return set(self._executor().list_loras())
-
     # ------------------------------------------------------------------ end
-
-    def _executor(self) -> Executor:
-        if self.executor is None:
-            raise EngineDeadError("it was shut down")
-        return self.executor
-
-    def _live(self) -> tuple[Scheduler, StructuredOutputManager]:
-        if self.scheduler is None or self.structured_output_manager is None:
-            raise EngineDeadError("it was shut down")
-        if self._death is not None:
-            raise EngineDeadError(self._death)
-        return self.scheduler, self.structured_output_manager
 
     def shutdown(self) -> None:
         """Give everything back. Idempotent, and safe after a constructor that failed half-way."""

@@ -199,6 +199,7 @@ class StructuredOutputManager:
             _resolve(structured, make_grammar)
 
     def _start_thread(self) -> None:
+        """Another thread, if there is more work than idle threads. The lock is held."""
         if self._num_idle > self._queue.qsize() - 1 or len(self._threads) >= self._max_threads:
             return
         thread = threading.Thread(target=self._work, name="tellin-grammar", daemon=True)
@@ -272,6 +273,8 @@ class StructuredOutputManager:
                 if job.started_at is not None and now - job.started_at > self._timeout_s
             ]
             self._max_threads += len(late)
+            if late:
+                self._start_thread()  # for what has queued behind them
         for key, job in late:
             message = (
                 f"the grammar was not compiled within compile_timeout_s={self._timeout_s:g} "
