@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": "complete or answer a prompt",
     "chat": "talk to a model",
     "serve": "serve a model over HTTP with OpenAI's API",
+    "run-batch": "answer a file of requests in OpenAI's batch format",
     "pull": "fetch a model into the model store",
     "models": "list known and pulled models",
     "plan": "print the operations a model was compiled to",

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 import uvicorn
 
 from tellin.engine.async_llm import AsyncLLM
-from tellin.entrypoints.openai.app import make_app
 from tellin.entrypoints.openai.server_config import ServerConfig
 from tellin.entrypoints.openai.serving import ServingContext
 from tellin.exceptions import InvalidParameterError
@@ -30,6 +31,7 @@ EXIT_ENGINE_DIED = 1
 WATCH_INTERVAL_S = 0.5
 LOG_INTERVAL_S = 10.0
 KEEP_ALIVE_S = 75
+APP_MODULE = "tellin.entrypoints.openai.app"
 
 
 def bind(config: ServerConfig) -> socket.socket:
@@ -85,8 +87,12 @@ async def _serve(
     make_engine: Callable[[], AsyncLLM],
     on_start: Callable[[ServingContext, str], None] | None,
 ) -> int:
+    # The engine's child starts meanwhile; the web framework takes as long to import.
+    warm_up = threading.Thread(target=importlib.import_module, args=(APP_MODULE,), daemon=True)
+    warm_up.start()
     engine = make_engine()
     try:
+        warm_up.join()
         context = ServingContext(engine, config)
         server = _Server(context, sock, on_start)
         with _signals(server.stop):
@@ -109,6 +115,8 @@ class _Server(uvicorn.Server):
         self._context = context
         self._sock = sock
         self._on_start = on_start
+        from tellin.entrypoints.openai.app import make_app
+
         super().__init__(
             uvicorn.Config(
                 make_app(context),
