@@ -102,8 +102,17 @@ def test_resolve_activation_precision(name: str, hidden_size: int, expected: str
 
 
 @pytest.mark.parametrize("isa", VARIANTS)
-@pytest.mark.parametrize("quant_type", QUANT_TYPES, ids=lambda t: t.name)
-@pytest.mark.parametrize("precision", ["int8", "int16", "float32"])
+@pytest.mark.parametrize(
+    ("quant_type", "precision"),
+    [
+        (QuantType.F16, "float32"),
+        (QuantType.Q4_0, "int8"),
+        (QuantType.Q4_0, "int16"),
+        (QuantType.Q4_K, "int8"),
+        (QuantType.Q4_K, "int16"),
+        (QuantType.Q8_0, "float32"),
+    ],
+)
 def test_rows_do_not_depend_on_the_step(isa: str, quant_type: QuantType, precision: str) -> None:
     """Promise 1: whole, in chunks, one by one, with neighbours, on 1, 2 or 3 threads."""
     plan = llama_plan(quant_type)
@@ -117,7 +126,7 @@ def test_rows_do_not_depend_on_the_step(isa: str, quant_type: QuantType, precisi
     whole = fresh().feed("r", ids, len(ids))
     for threads in (1, 3):
         np.testing.assert_array_equal(fresh(threads).feed("r", ids, len(ids)), whole)
-    for chunk in (1, 16, 17, 48):
+    for chunk in (1, 17, 48):
         np.testing.assert_array_equal(fresh().feed("r", ids, chunk), whole)
     cache = fresh()
     cache.step(("r", ids[:33]), ("other", random_ids(20, seed=9)))
