@@ -57,13 +57,11 @@ KvDtype kv_dtype_named(const std::string& name) {
 // A program with the arrays it reads and a lock: several Python threads may call it.
 class BoundProgram {
  public:
-  BoundProgram(const std::string& isa, int num_threads, int64_t block_size, const std::string& kv_dtype,
-               const std::string& act_precision)
-      : program(
-            {isa, num_threads, block_size, kv_dtype_named(kv_dtype), act_precision_named(act_precision)}) {}
+  BoundProgram(const std::string& isa, int num_threads, int64_t block_size, const std::string& kv_dtype)
+      : program({isa, num_threads, block_size, kv_dtype_named(kv_dtype)}) {}
 
-  int add_weight(int type, const Bytes& data, int64_t rows, int64_t columns) {
-    const int id = program.add_weight(tensor_view(type, data, rows, columns));
+  int add_weight(int type, const Bytes& data, int64_t rows, int64_t columns, const std::string& precision) {
+    const int id = program.add_weight(tensor_view(type, data, rows, columns), act_precision_named(precision));
     arrays_.push_back(data);
     return id;
   }
@@ -177,15 +175,16 @@ void bind_runtime(nb::module_& m) {
       .def(nb::init<int>(), "num_threads"_a)
       .def_prop_ro("num_threads", &ThreadTeam::num_threads);
   nb::class_<BoundProgram>(m, "Program", "A plan compiled for this machine (csrc/include/tellin/program.h).")
-      .def(nb::init<const std::string&, int, int64_t, const std::string&, const std::string&>(), "isa"_a,
-           "num_threads"_a, "block_size"_a, "kv_dtype"_a, "act_precision"_a)
+      .def(nb::init<const std::string&, int, int64_t, const std::string&>(), "isa"_a, "num_threads"_a,
+           "block_size"_a, "kv_dtype"_a)
       .def(
           "add_buffer",
           [](BoundProgram& p, int64_t width, bool logit_rows) {
             return p.program.add_buffer(width, logit_rows);
           },
           "width"_a, "logit_rows"_a)
-      .def("add_weight", &BoundProgram::add_weight, "quant_type"_a, "data"_a, "rows"_a, "columns"_a)
+      .def("add_weight", &BoundProgram::add_weight, "quant_type"_a, "data"_a, "rows"_a, "columns"_a,
+           "precision"_a)
       .def("add_vector", &BoundProgram::add_vector, "quant_type"_a, "data"_a, "rows"_a, "columns"_a,
            "offset"_a)
       .def(

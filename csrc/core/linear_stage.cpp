@@ -123,9 +123,9 @@ void LinearStage::run(int64_t task, int member) noexcept {
 void LinearStage::product(const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk, float* out,
                           int64_t ldo) const {
   if (precision_ == ActPrecision::kInt8) {
-    kernels_.linear->linear_int8(w, x_->quantized_rows, m0, m1, chunk.begin, chunk.end, out, ldo);
+    kernels_.linear->linear_int8(w, x_->int8.rows, m0, m1, chunk.begin, chunk.end, out, ldo);
   } else if (precision_ == ActPrecision::kInt16) {
-    kernels_.linear->linear_int16(w, x_->quantized_rows, m0, m1, chunk.begin, chunk.end, out, ldo);
+    kernels_.linear->linear_int16(w, x_->int16.rows, m0, m1, chunk.begin, chunk.end, out, ldo);
   } else {
     kernels_.linear->linear_f32(w, x_->base, x_->stride, m0, m1, chunk.begin, chunk.end, out, ldo);
   }

@@ -64,18 +64,20 @@ void Program::State::append(const RowOp& op, Buffer& target) {
 }
 
 void Program::State::wrote(const Buffer& target) {
-  quantized_valid.erase(std::remove(quantized_valid.begin(), quantized_valid.end(), &target),
+  const auto is_target = [&](const auto& entry) { return entry.first == &target; };
+  quantized_valid.erase(std::remove_if(quantized_valid.begin(), quantized_valid.end(), is_target),
                         quantized_valid.end());
 }
 
-void Program::State::quantize(Buffer& x) {
-  if (std::find(quantized_valid.begin(), quantized_valid.end(), &x) != quantized_valid.end()) return;
-  x.quantized = true;
+void Program::State::quantize(Buffer& x, ActPrecision precision) {
+  const std::pair<const Buffer*, ActPrecision> entry(&x, precision);
+  if (std::find(quantized_valid.begin(), quantized_valid.end(), entry) != quantized_valid.end()) return;
+  x.quantized(precision).used = true;
   RowOp op = make(RowOp::Kind::kQuantize);
   op.precision = precision;
   op.x = &x;
   chain(x.rows).append(op);
-  quantized_valid.push_back(&x);
+  quantized_valid.push_back(entry);
 }
 
 size_t Program::State::shape_index(const AttentionShape& shape) {
@@ -242,8 +244,8 @@ void Program::linear(int x, const std::vector<Part>& parts, int residual) {
   require(!parts.empty(), "linear: no parts");
   require(residual < 0 || parts.size() == 1, "linear: a residual needs a single part");
   Buffer& input = state_->buffer(x);
-  // Parts of both precisions (a float matrix among quantised ones) are two stages.
-  for (ActPrecision precision : {state_->precision, ActPrecision::kFloat32}) {
+  // Parts of different precisions (a float matrix among quantised ones) are stages of their own.
+  for (ActPrecision precision : {ActPrecision::kInt8, ActPrecision::kInt16, ActPrecision::kFloat32}) {
     std::vector<LinearPart> chosen;
     for (const Part& part : parts) {
       const Weight& weight = checked_weight(part.weight, input);
@@ -266,7 +268,6 @@ void Program::linear(int x, const std::vector<Part>& parts, int residual) {
       chosen.push_back(lowered);
     }
     add_linear(input, precision, std::move(chosen));
-    if (state_->precision == ActPrecision::kFloat32) break;
   }
 }
 
@@ -306,7 +307,7 @@ const Program::Weight& Program::checked_weight(int id, const Buffer& input) cons
 
 void Program::add_linear(Buffer& input, ActPrecision precision, std::vector<LinearPart> parts) {
   if (parts.empty()) return;
-  if (precision != ActPrecision::kFloat32) state_->quantize(input);
+  if (precision != ActPrecision::kFloat32) state_->quantize(input, precision);
   for (const LinearPart& part : parts) state_->wrote(*part.out);
   state_->stages.push_back(
       {std::make_unique<LinearStage>(state_->kernels, num_threads(), &input, precision, std::move(parts)),

@@ -88,7 +88,6 @@ Program::Program(const Options& options)
   state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa)};
   require(state_->kernels.vector != nullptr && state_->kernels.attention != nullptr,
           "isa '" + std::string(isa) + "' has no row kernels in this build");
-  state_->precision = options.precision;
   require(options.num_threads >= 1 && options.num_threads <= ThreadTeam::kMaxThreads,
           "num_threads must be between 1 and " + std::to_string(ThreadTeam::kMaxThreads));
   state_->scratch = std::vector<AttentionScratch>(static_cast<size_t>(options.num_threads));
@@ -112,12 +111,12 @@ int Program::add_buffer(int64_t width, bool logit_rows) {
   return static_cast<int>(state_->buffers.size()) - 1;
 }
 
-int Program::add_weight(const TensorView& tensor) {
+int Program::add_weight(const TensorView& tensor, ActPrecision precision) {
   require(!state_->finalized, "the program is final");
   check_tensor(tensor);
   auto weight = std::make_unique<Weight>();
   weight->source = tensor;
-  weight->precision = is_float(tensor.type) ? ActPrecision::kFloat32 : state_->precision;
+  weight->precision = is_float(tensor.type) ? ActPrecision::kFloat32 : precision;
   const LinearKernels& kernels = *state_->kernels.linear;
   if (kernels.packed_group_bytes(tensor.type, tensor.columns, weight->precision) == 0) {
     weight->precision = ActPrecision::kFloat32;

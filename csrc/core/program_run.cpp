@@ -28,16 +28,18 @@ std::string row_text(const char* array, int64_t index, int64_t value) {
 }
 
 // Grows a buffer's memory to `rows`. Old memory of exported buffers lives on in the caller's views.
-void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels, ActPrecision precision) {
+void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels) {
   rows = std::max<int64_t>(rows, 1);
   if (rows > buffer.capacity) {
     const int64_t capacity = std::max(rows, std::min(2 * buffer.capacity, kPassRows));
     const auto bytes = static_cast<size_t>(capacity * buffer.stride) * sizeof(float);
     buffer.memory = std::make_shared<MappedMemory>(bytes, /*huge_pages=*/false);
-    if (buffer.quantized) {
+    for (ActPrecision precision : {ActPrecision::kInt8, ActPrecision::kInt16}) {
+      Buffer::Quantized& quantized = buffer.quantized(precision);
+      if (!quantized.used) continue;
       const auto row_bytes = static_cast<int64_t>(kernels.quantized_row_bytes(buffer.width, precision));
-      buffer.quantized_memory = MappedMemory(static_cast<size_t>(capacity * row_bytes), /*huge_pages=*/false);
-      buffer.quantized_rows = {buffer.quantized_memory.data(), row_bytes};
+      quantized.memory = MappedMemory(static_cast<size_t>(capacity * row_bytes), /*huge_pages=*/false);
+      quantized.rows = {quantized.memory.data(), row_bytes};
     }
     buffer.capacity = capacity;
   }
@@ -226,8 +228,7 @@ class Program::Run final : public ThreadTeam::Job {
     for (size_t p = 0; p < num_passes_; ++p) widest = std::max(widest, state_.passes[p]->num_tokens);
     for (const auto& buffer : state_.buffers) {
       const int64_t tokens = buffer->exported ? input_.num_tokens : widest;
-      reserve(*buffer, buffer->rows == RowKind::kTokens ? tokens : input_.num_logits, *state_.kernels.linear,
-              state_.precision);
+      reserve(*buffer, buffer->rows == RowKind::kTokens ? tokens : input_.num_logits, *state_.kernels.linear);
     }
   }
 

@@ -23,7 +23,6 @@ struct Program::Weight {
 
 struct Program::State {
   KernelTables kernels{};
-  ActPrecision precision = ActPrecision::kInt8;  // of activations of quantised weights
   bool finalized = false;
   bool has_causal_attention = false;
   bool has_full_attention = false;    // encoder: a request must be in one pass
@@ -41,7 +40,8 @@ struct Program::State {
     bool computed = false;
   };
   std::vector<Rotary> rotaries;
-  std::vector<const Buffer*> quantized_valid;  // buffers whose int8 rows match their values, while building
+  // Buffers whose quantised rows match their values, while building.
+  std::vector<std::pair<const Buffer*, ActPrecision>> quantized_valid;
 
   struct StageEntry {
     std::unique_ptr<Stage> stage;
@@ -74,8 +74,8 @@ struct Program::State {
   // Appends to the last stage if that is a chain over the same rows, else starts one.
   RowChain& chain(RowKind rows);
   void append(const RowOp& op, Buffer& target);
-  // Makes int8 rows of x: once per value of x, shared by its readers.
-  void quantize(Buffer& x);
+  // Makes quantised rows of x: once per value of x, shared by its readers.
+  void quantize(Buffer& x, ActPrecision precision);
   void wrote(const Buffer& buffer);
   size_t shape_index(const AttentionShape& shape);
 };

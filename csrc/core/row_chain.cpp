@@ -135,7 +135,7 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       return k.softcap(op.x->row(row), op.factor, op.x->width, op.x->row(row));
     case RowOp::Kind::kQuantize:
       return kernels_.linear->quantize_row(op.precision, op.x->row(row), op.x->width, row,
-                                           op.x->quantized_rows);
+                                           op.x->quantized(op.precision).rows);
   }
 }
 

@@ -21,14 +21,19 @@ struct Buffer {
   int64_t stride = 0;
   RowKind rows = RowKind::kTokens;
   bool exported = false;   // read by the caller afterwards: contiguous, and all rows of the step are kept
-  bool quantized = false;  // some linear layer reads it as int8
   int64_t capacity = 0;    // rows
   std::shared_ptr<MappedMemory> memory;
   float* base = nullptr;  // row 0 of the current pass
-  MappedMemory quantized_memory;
-  QuantizedRows quantized_rows{nullptr, 0};
+  // The rows as linear layers of quantised weights read them.
+  struct Quantized {
+    bool used = false;
+    MappedMemory memory;
+    QuantizedRows rows{nullptr, 0};
+  };
+  Quantized int8, int16;
 
   float* row(int64_t r) const { return base + r * stride; }
+  Quantized& quantized(ActPrecision precision) { return precision == ActPrecision::kInt8 ? int8 : int16; }
 };
 
 // Consecutive rows of one request within a pass.

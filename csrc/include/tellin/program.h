@@ -68,7 +68,6 @@ class Program {
     int num_threads = 1;
     int64_t block_size = 16;
     KvDtype kv_dtype = KvDtype::kFloat16;
-    ActPrecision precision = ActPrecision::kInt8;  // of activations of quantised weights
   };
   struct Part {
     int weight;
@@ -80,7 +79,8 @@ class Program {
   ~Program();
 
   int add_buffer(int64_t width, bool logit_rows);
-  int add_weight(const TensorView& tensor);
+  // `precision` of the activations that meet a quantised weight; float weights always meet float32.
+  int add_weight(const TensorView& tensor, ActPrecision precision);
   int add_vector(const TensorView& tensor, float offset);  // float32 copy of a norm weight or bias
   int add_kv_layer(int64_t num_kv_heads, int64_t head_dim);
   int add_rotary(std::vector<double> frequencies, float attention_factor);

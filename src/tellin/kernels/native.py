@@ -93,12 +93,11 @@ class NativeBackend:
                 num_threads=threads,
                 block_size=block_size,
                 kv_dtype=_KV_DTYPES[kv_cache_dtype],
-                act_precision=precision,
             )
         except ValueError as error:
             raise InvalidParameterError(str(error)) from None
         self._program: _C.Program | None = program
-        compiler = _Compiler(program, plan)
+        compiler = _Compiler(program, plan, precision)
         try:
             compiler.run()
         except MemoryError as error:
@@ -232,9 +231,10 @@ def _check_choice(parameter: str, value: str, choices: tuple[str, ...]) -> None:
 class _Compiler:
     """Translates one plan into calls of a fresh program, then packs the weights."""
 
-    def __init__(self, program: _C.Program, plan: ir.Plan) -> None:
+    def __init__(self, program: _C.Program, plan: ir.Plan, precision: str) -> None:
         self.program = program
         self.plan = plan
+        self.precision = precision
         self.buffers: dict[int, int] = {}
         self.weights: dict[tuple[int, tuple[int, ...], int], int] = {}
         self.packed: list[tuple[int, TensorRef]] = []
@@ -285,7 +285,9 @@ class _Compiler:
         # Tied matrices are two references to the same bytes: packed once.
         key = (tensor.data.ctypes.data, tensor.shape, int(tensor.quant_type))
         if key not in self.weights:
-            weight: int = self._call(op, self.program.add_weight, *_tensor(tensor))
+            weight: int = self._call(
+                op, self.program.add_weight, *_tensor(tensor), self.precision
+            )
             self.weights[key] = weight
             self.packed.append((weight, tensor))
         return self.weights[key]
