@@ -20,8 +20,8 @@ struct Buffer {
   int64_t width = 0;
   int64_t stride = 0;
   RowKind rows = RowKind::kTokens;
-  bool exported = false;   // read by the caller afterwards: contiguous, and all rows of the step are kept
-  int64_t capacity = 0;    // rows
+  bool exported = false;  // read by the caller afterwards: contiguous, and all rows of the step are kept
+  int64_t capacity = 0;   // rows
   std::shared_ptr<MappedMemory> memory;
   float* base = nullptr;  // row 0 of the current pass
   // The rows as linear layers of quantised weights read them.

@@ -54,7 +54,7 @@ class ModelConfig:
     logits_processors: tuple[Any, ...] = ()
     """Engine-wide logits processor classes or ``module:Class`` names."""
     activation_precision: str = "default"
-    """Of quantised weights' inputs: default, high (int16), int8, int16 or float32."""
+    """Of quantised weights' inputs: default, high (int16), int8, mixed, int16 or float32."""
     backend: str = "native"
     """``native`` or ``reference``."""
     tokenizer_path: Path | None = None
@@ -223,7 +223,7 @@ class EngineArgs:
     logits_processors: list[Any] | None = None
     """Engine-wide logits processor classes, or ``module:Class`` names."""
     activation_precision: str = "default"
-    """Of quantised weights' inputs: default, high (int16), int8, int16 or float32."""
+    """Of quantised weights' inputs: default, high (int16), int8, mixed, int16 or float32."""
     backend: str = "native"
     """native (C++ kernels) or reference (NumPy: slow, for comparison)."""
 

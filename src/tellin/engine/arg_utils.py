@@ -116,7 +116,7 @@ def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> Mode
     _check_choice(
         "activation_precision",
         args.activation_precision,
-        ("default", "high", "int8", "int16", "float32"),
+        ("default", "high", "int8", "mixed", "int16", "float32"),
     )
     _check_choice("backend", args.backend, ("native", "reference"))
     if args.dtype not in ("auto", "float32", "float"):
