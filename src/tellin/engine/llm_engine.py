@@ -1,8 +1,9 @@
 """The synchronous shell: `add_request`, `step`, and control calls that are passed on.
 
-Glue between renderer, input processor, output processor and a client of the engine core. It runs no
-model, schedules nothing and owns no KV memory; whether the core is in this process is the client's
-affair. Not thread-safe: one caller at a time (`tellin.LLM` serves several threads).
+The engine of the first generation's loop, kept for programs written for it; `AsyncLLM` is for those
+that await. Glue between renderer, input processor, output processor and a client of the core. It
+runs no model, schedules nothing and owns no KV memory; where the core is, is the client's affair.
+Not thread-safe: one caller at a time (`tellin.LLM` serves several threads).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tellin.engine.renderer import ChatTokenizer, Renderer
 from tellin.engine.request_handle import RequestHandle
 from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager
 from tellin.engine.stats import idle_scheduler_stats
-from tellin.engine.teardown import cleanup_instance_caches, close_engine, get_driver_model
+from tellin.engine.teardown import close_engine, finalize_driver_model, get_executor
 from tellin.engine.tracing import make_tracer
 from tellin.exceptions import (
     DuplicateRequestError,
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class LLMEngine:
-    """An engine driven by its caller: add requests, then `step` while there are unfinished ones."""
+    """The classic engine: its caller adds requests, then calls `step` while some are unfinished."""
 
     def __init__(
         self,
@@ -116,11 +117,8 @@ class LLMEngine:
         if self.log_stats:
             self.logger_manager = StatLoggerManager(self.config, custom_stat_loggers=stat_loggers)
             self.logger_manager.log_engine_initialized()
-        core = getattr(self.engine_core, "engine_core", None)
-        self.model_executor: Any | None = getattr(core, "executor", None)
-        driver_model = get_driver_model(self.model_executor)
-        if driver_model is not None:
-            weakref.finalize(self, cleanup_instance_caches, driver_model)
+        self.model_executor = get_executor(self.engine_core)
+        self._model_finalizer = finalize_driver_model(self, self.model_executor)
         self.reset_mm_cache()
 
     @classmethod
@@ -491,6 +489,8 @@ class LLMEngine:
         self.renderer.shutdown()
         self.engine_core.shutdown(timeout)
         self._finalizer()
+        if self._model_finalizer is not None:
+            self._model_finalizer()
 
     def __enter__(self) -> LLMEngine:
         return self

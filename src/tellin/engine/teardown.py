@@ -5,6 +5,7 @@ Nothing here may refer to the engine, or it would never be collected.
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 from tellin.engine.core_client import CoreClient
@@ -18,6 +19,17 @@ def close_engine(client: CoreClient, dp_group: DataParallelGroup | None) -> None
     client.shutdown()
     if dp_group is not None:
         dp_group.close()
+
+
+def get_executor(client: CoreClient) -> Any | None:
+    """The core's executor, if the core is in this process and the client shows it."""
+    return getattr(getattr(client, "engine_core", None), "executor", None)
+
+
+def finalize_driver_model(engine: object, executor: Any) -> weakref.finalize[..., object] | None:
+    """Have the driver model's caches cleaned up when ``engine`` is collected, if there is one."""
+    model = get_driver_model(executor)
+    return None if model is None else weakref.finalize(engine, cleanup_instance_caches, model)
 
 
 def get_driver_model(executor: Any) -> Any | None:

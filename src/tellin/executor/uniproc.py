@@ -45,6 +45,11 @@ class UniProcExecutor(Executor):
             raise EngineClosedError("the executor was shut down; create a new engine")
         return self._worker
 
+    @property
+    def driver_worker(self) -> Worker | None:
+        """The worker, for tools that look for the model; None after `shutdown`."""
+        return self._worker
+
     def kv_bytes_per_block(self) -> int:
         return self.worker.kv_bytes_per_block()
 

@@ -70,6 +70,11 @@ class ModelRunner:
             raise EngineError("the model's weights are not loaded; call wake_up first")
         return self._backend
 
+    @property
+    def model(self) -> Backend | None:
+        """The backend, or None while it is released."""
+        return self._backend
+
     def kv_bytes_per_block(self) -> int:
         """Bytes of one KV block, a draft model's included."""
         draft = 0 if self.drafter is None else self.drafter.kv_bytes_per_block()

@@ -7,6 +7,7 @@ back. Between `sleep` and `wake_up` the parts that were put away really are gone
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,6 +52,11 @@ class Worker:
         self._profiled: ProfiledBackend | None = None
         self._operations: list[OperationProfile] = []
         self.runner = ModelRunner(config, backend or open_backend(config, config.model_config.path))
+
+    @property
+    def model_runner(self) -> ModelRunner:
+        """What runs the model's steps."""
+        return self.runner
 
     # ------------------------------------------------------------------ memory
 
@@ -181,6 +187,10 @@ class Worker:
     def get_info(self) -> dict[str, Any]:
         """What the backend says of itself: instruction set, threads, bytes of weights."""
         return dict(self.runner.backend.info)
+
+    def apply_model(self, func: Callable[[Any], Any]) -> Any:
+        """``func`` of the model: the backend that runs it, with its ``plan`` and ``info``."""
+        return func(self.runner.backend)
 
     def profile(self, is_start: bool = True) -> list[Span]:
         """Start or stop to profile steps.
