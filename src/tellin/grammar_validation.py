@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import re
+import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -28,6 +30,21 @@ WHITESPACE_PATTERN = r"[ ]|\n[ \t]{0,20}"
 into endless whitespace where the grammar lets them."""
 
 NO_SPECIAL_TOKENS: Mapping[str, int] = {}
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+"""Longest schema, grammar or structural tag, in its JSON form."""
+MAX_RULES = 4000
+"""Most rules of a grammar: compiling a chain of n takes time of order n squared."""
+MAX_EBNF_RULES = 1000
+"""The same in EBNF, which has to be translated: about a second."""
+MAX_REFERENCES = 2000
+"""Most ``$ref`` of a schema, for the same reason."""
+COMPILER_STACK_BYTES = 256 << 20
+"""The compiler recurses once per rule that leads to another, 2 to 6 KiB each, and a full stack ends
+the process. What `MAX_GRAMMAR_BYTES` can describe fits into this. Only what is used is memory."""
+
+_stack_size_lock = threading.Lock()
+_R = TypeVar("_R")
 
 
 def grammar_key(params: StructuredOutputsParams) -> str:
@@ -58,10 +75,38 @@ def validate_structured_outputs(
 @functools.lru_cache(maxsize=128)
 def _validate(key: str, disable_any_whitespace: bool) -> None:
     params = msgspec.json.decode(key, type=StructuredOutputsParams)
-    grammar = build_grammar(params, disable_any_whitespace=disable_any_whitespace)
-    error = grammar_error(grammar)
-    if error:
-        raise _invalid(params.kind, error)
+    if params.kind in ("json", "grammar", "structural_tag") and len(key) > MAX_GRAMMAR_BYTES:
+        raise _invalid(
+            params.kind, f"it takes {len(key)} bytes as JSON, more than {MAX_GRAMMAR_BYTES}"
+        )
+
+    def check() -> None:
+        grammar = build_grammar(params, disable_any_whitespace=disable_any_whitespace)
+        error = grammar_error(grammar)
+        if error:
+            raise _invalid(params.kind, error)
+
+    on_deep_stack(check)
+
+
+def on_deep_stack(function: Callable[[], _R]) -> _R:
+    """Call in a thread whose stack holds the compiler's recursion, whatever thread this is."""
+    outcome: Future[_R] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, name="tellin-grammar-compiler", daemon=True)
+    with _stack_size_lock:
+        usual = threading.stack_size(COMPILER_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return outcome.result()
 
 
 def build_grammar(
@@ -88,7 +133,8 @@ def build_grammar(
     if params.regex is not None:
         return str(LLMatcher.grammar_from_regex(params.regex))
     if params.choice is not None:
-        return "start: " + " | ".join(_literal(choice) for choice in params.choice)
+        # One terminal, not one alternative each: the parser's rows have a limit, the lexer has not.
+        return "start: CHOICE\nCHOICE: " + " | ".join(_literal(c) for c in params.choice)
     if params.grammar is not None:
         return _from_grammar(params.grammar)
     assert params.structural_tag is not None
@@ -103,23 +149,25 @@ def parser_limits() -> Any:
 
 
 def grammar_error(grammar: str, tokenizer: Any = None) -> str:
-    """Why a grammar cannot be used, or empty.
+    """Why a grammar cannot be used, or empty. Call it `on_deep_stack`.
 
     A grammar that compiles but allows no first token can never be satisfied.
     """
+    matcher = make_matcher(grammar, tokenizer or _byte_tokenizer())
+    return matcher if isinstance(matcher, str) else ""
+
+
+def make_matcher(grammar: str, tokenizer: Any) -> Any:
+    """A matcher whose first mask has been computed (its copies share that work), or an error."""
     from llguidance import LLMatcher
 
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits())
     if is_error:
         return one_line(messages[0])
-    matcher = LLMatcher(
-        tokenizer or _byte_tokenizer(), grammar, log_level=0, limits=parser_limits()
-    )
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-    if matcher.is_error():
-        return matcher_error(matcher)
-    return ""
+    return matcher_error(matcher) if matcher.is_error() else matcher
 
 
 def matcher_error(matcher: Any) -> str:
@@ -213,6 +261,9 @@ def _checked_schema(
             parsed = {}
         if params.disable_additional_properties:
             parsed = close_objects(parsed)
+        num_references = _count_references(parsed)
+        if num_references > MAX_REFERENCES:
+            raise _invalid(kind, f"it has {num_references} '$ref', more than {MAX_REFERENCES}")
         reason = _schema_error(parsed, options)
         if reason:
             part = innermost_failing_subschema(parsed, lambda s: bool(_schema_error(s, options)))
@@ -231,6 +282,14 @@ def _checked_schema(
     return parsed
 
 
+def _count_references(schema: Any) -> int:
+    if isinstance(schema, dict):
+        return ("$ref" in schema) + sum(map(_count_references, schema.values()))
+    if isinstance(schema, list):
+        return sum(map(_count_references, schema))
+    return 0
+
+
 def _schema_error(schema: Any, options: dict[str, Any]) -> str:
     from llguidance import LLMatcher
 
@@ -243,8 +302,15 @@ def _schema_error(schema: Any, options: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------- Lark and EBNF
 
 
+_RULE_HEADS = re.compile(r"^[ \t]*[?!]?[A-Za-z_][\w-]*[^:\n]*:", re.MULTILINE)
+
+
 def _from_grammar(text: str) -> str:
     """Lark as it is; EBNF (rules with ``::=``, first symbol ``root``) is translated."""
+    limit = MAX_EBNF_RULES if "::=" in text else MAX_RULES
+    num_rules = len(_RULE_HEADS.findall(text))
+    if num_rules > limit:
+        raise _invalid("grammar", f"it has {num_rules} rules, more than {limit}")
     if "::=" not in text:
         return text
     from llguidance.gbnf_to_lark import any_to_lark

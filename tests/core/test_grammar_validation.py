@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -130,7 +135,7 @@ def test_deep_nesting_is_an_error_not_a_crash() -> None:
     schema: dict[str, Any] = {}
     for _ in range(5000):
         schema = {"type": "array", "items": schema}
-    for deep in (schema, "[" * 100_000, '{"items":' * 100_000):
+    for deep in (schema, "[" * 100_000, '{"items":' * 20_000):
         with pytest.raises(InvalidParameterError, match="too deeply"):
             check(json=deep)
 
@@ -173,3 +178,72 @@ def test_keys_tell_constraints_apart() -> None:
     ]
     assert len({grammar_key(p) for p in params}) == len(params)
     assert grammar_key(params[0]) == grammar_key(StructuredOutputsParams(json={"type": "object"}))
+
+
+CHAIN_OF_DEFINITIONS = {
+    "$ref": "#/$defs/d0",
+    "$defs": {
+        **{
+            f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+            for i in range(600)
+        },
+        "d600": {"type": "integer"},
+    },
+}
+
+
+def chain_of_rules(length: int, define: str = ":") -> str:
+    root = "root" if define == "::=" else "start"
+    rules = [f'r{i}{define} "x" r{i + 1}' for i in range(length)]
+    return "\n".join([f"{root}{define} r0", *rules, f'r{length}{define} "a"'])
+
+
+DEEP = """
+import sys, threading
+from tellin.grammar_validation import validate_structured_outputs
+from tellin.sampling_params import StructuredOutputsParams
+from tests.core.test_grammar_validation import CHAIN_OF_DEFINITIONS, chain_of_rules
+from tests.core.test_guidance import grammar_of, make_backend
+
+def work():
+    for params in ({"json": CHAIN_OF_DEFINITIONS}, {"grammar": chain_of_rules(1200)}):
+        validate_structured_outputs(StructuredOutputsParams(**params))
+        grammar = grammar_of(make_backend(), **params)
+        print(grammar.accept_tokens([ord("{") if "json" in params else ord("x")]))
+
+threading.stack_size(1 << 20)  # as small as some systems give to every thread
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def test_long_chains_of_rules_do_not_overflow_the_stack() -> None:
+    """P38: the compiler recurses along references; an overflow would end the whole process."""
+    result = subprocess.run(
+        [sys.executable, "-c", DEEP], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert (result.returncode, result.stdout.split()) == (0, ["True", "True"]), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"grammar": chain_of_rules(5000)}, "5002 rules, more than 4000"),
+        ({"grammar": chain_of_rules(1500, "::=")}, "1502 rules, more than 1000"),
+        ({"grammar": "start: " + '"a" ' * 70_000}, "more than 262144"),
+        ({"json": {"const": "x" * 300_000}}, "more than 262144"),
+        ({"json": {"anyOf": [{"$ref": "#/$defs/a"}] * 2001, "$defs": {"a": {}}}}, "2001 '$ref'"),
+    ],
+)
+def test_endless_work_is_refused_at_once(params: dict[str, Any], reason: str) -> None:
+    started = time.process_time()
+    with pytest.raises(InvalidParameterError, match=re.escape(reason)):
+        check(**params)
+    assert time.process_time() - started < 1.0
+
+
+def test_threads_made_later_have_the_usual_stack() -> None:
+    usual = threading.stack_size()
+    check(regex="ab{2}")
+    assert threading.stack_size() == usual

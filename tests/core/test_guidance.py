@@ -322,3 +322,36 @@ def test_rows_start_closed(backend: GuidanceBackend) -> None:
     bitmask = backend.allocate_bitmask(3)
     assert bitmask.shape == (3, -(-VOCAB_SIZE // 32))
     assert not bitmask.any()
+
+
+def test_texts_of_special_tokens_are_spelt_out(backend: GuidanceBackend) -> None:
+    """A constraint that contains such a text is met with text; the special id is not allowed."""
+    text = ByteTokenizer().convert_ids_to_tokens([TOOL_ID])[0]
+
+    class Parsing(ByteTokenizer):
+        """Recognises special tokens in text, as real tokenizers do."""
+
+        def encode(self, text_: str, add_special_tokens: bool = True) -> list[int]:
+            head, found, tail = text_.partition(text)
+            middle = [TOOL_ID] if found else []
+            return [*head.encode(), *middle, *tail.encode()]
+
+    grammar = grammar_of(make_backend(tokenizer=Parsing()), choice=[f"a{text}b"])
+    pieces = ByteTokenizer().token_bytes()
+    written = b""
+    while True:
+        mask = allowed(backend, grammar)
+        assert TOOL_ID not in mask
+        token_id = min(mask)
+        assert grammar.accept_tokens([token_id])
+        if token_id == EOS_ID or grammar.is_terminated():
+            break
+        written += pieces[token_id] or b""
+    assert written.decode() in (f"a{text}b", f"a{text}")
+
+
+def test_very_many_choices(backend: GuidanceBackend) -> None:
+    """6.3: as many as the lexer holds, not as the parser has items in a row."""
+    grammar = grammar_of(backend, choice=[f"item {i}" for i in range(5000)])
+    assert grammar.accept_tokens(b"item 4999")
+    assert grammar.accept_tokens([EOS_ID])

@@ -20,9 +20,9 @@ from tellin.core.structured_output import Grammar
 from tellin.exceptions import InvalidParameterError
 from tellin.grammar_validation import (
     build_grammar,
-    grammar_error,
+    make_matcher,
     matcher_error,
-    parser_limits,
+    on_deep_stack,
 )
 from tellin.sampling_params import StructuredOutputsParams
 
@@ -61,16 +61,19 @@ class GuidanceBackend:
         Raises:
             InvalidParameterError: it does not compile, or this vocabulary cannot satisfy it.
         """
-        text = build_grammar(
-            params,
-            disable_any_whitespace=self._disable_any_whitespace,
-            special_tokens=self._special_tokens,
+        text = on_deep_stack(
+            lambda: build_grammar(
+                params,
+                disable_any_whitespace=self._disable_any_whitespace,
+                special_tokens=self._special_tokens,
+            )
         )
-        error = grammar_error(text, self._tokenizer)
-        if error:
+        template = on_deep_stack(lambda: make_matcher(text, self._tokenizer))
+        if isinstance(template, str):
             parameter = f"structured_outputs.{params.kind}"
-            raise InvalidParameterError(f"{parameter} cannot be used: {error}", parameter=parameter)
-        template = LLMatcher(self._tokenizer, text, log_level=0, limits=parser_limits())
+            raise InvalidParameterError(
+                f"{parameter} cannot be used: {template}", parameter=parameter
+            )
         return lambda: GuidanceGrammar(template.deep_copy(), self._eos_ids)
 
     def allocate_bitmask(self, num_rows: int) -> Bitmask:
@@ -162,6 +165,7 @@ class _Vocabulary:
         self.tokens += [b""] * (vocab_size - len(self.tokens))
         special_ids = set(tokenizer.all_special_ids) | eos_ids
         self.special_token_ids = sorted(i for i in special_ids if i < vocab_size)
+        self._specials = frozenset(self.special_token_ids)
         self.special_tokens: dict[str, int] = {}
         for token_id in self.special_token_ids:
             text = str(tokenizer.convert_ids_to_tokens([token_id])[0])
@@ -183,13 +187,14 @@ class _Vocabulary:
                 data.decode("utf-8", "replace"), add_special_tokens=False
             )
         ]
-        if b"".join(self.tokens[i] for i in ids) == data:
+        # Text that looks like a special token is text: its id would end or disturb the output.
+        if self._specials.isdisjoint(ids) and b"".join(self.tokens[i] for i in ids) == data:
             return ids
         return self._longest_pieces(data)
 
     def _longest_pieces(self, data: bytes) -> list[int]:
         if self._id_of is None:
-            special = set(self.special_token_ids)
+            special = self._specials
             self._id_of = {t: i for i, t in enumerate(self.tokens) if t and i not in special}
         ids: list[int] = []
         while data:
