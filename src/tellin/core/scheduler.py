@@ -22,7 +22,11 @@ from tellin.core.step_plan import NO_BLOCKS, StepPlan
 from tellin.core.step_results import StepResults
 from tellin.core.structured_output import StructuredOutputManager
 from tellin.core.waiting_room import WaitingRoom
-from tellin.exceptions import ContextLengthError, DuplicateRequestError
+from tellin.exceptions import (
+    ContextLengthError,
+    DuplicateRequestError,
+    InvalidParameterError,
+)
 from tellin.protocol import (
     EngineCoreEventType,
     EngineCoreOutput,
@@ -69,10 +73,12 @@ class Scheduler:
         if writes_kv:  # the drafter feeds one more token per request
             self.max_num_scheduled_tokens -= self.max_num_seqs
             if self.max_num_scheduled_tokens <= 0:
-                raise ValueError(
+                raise InvalidParameterError(
                     f"max_num_batched_tokens={scheduler_config.max_num_batched_tokens} leaves "
                     f"nothing after one draft token for each of max_num_seqs={self.max_num_seqs}; "
-                    "raise the former or lower the latter"
+                    "raise the former or lower the latter",
+                    parameter="max_num_batched_tokens",
+                    value=scheduler_config.max_num_batched_tokens,
                 )
         self._min_prefill_chunk = min(MIN_PREFILL_CHUNK, self.max_num_scheduled_tokens // 2)
         sample = cache_config.kv_cache_metrics_sample
