@@ -42,6 +42,8 @@ class EngineDriver:
         # Not re-entrant: a stream that is collected while this thread holds it must not go on.
         self._condition = threading.Condition(threading.Lock())
         self._is_busy = False
+        self._owner: int | None = None
+        """The thread that steps or holds the engine."""
         self._num_waiting = 0
         self._inboxes: dict[str, Inbox] = {}
         self._pending_aborts: deque[RequestHandle] = deque()
@@ -49,13 +51,19 @@ class EngineDriver:
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[LLMEngine]:
-        """The engine, for this thread alone. Waits for the running step, then goes first."""
+        """The engine, for this thread alone. Waits for the running step, then goes first.
+
+        Raises:
+            EngineError: this thread is in the middle of a step, and would wait for itself.
+        """
+        self._check_outside()
         with self._condition:
             self._num_waiting += 1
             try:
                 while self._is_busy:
                     self._condition.wait()
                 self._is_busy = True
+                self._owner = threading.get_ident()
             finally:
                 self._num_waiting -= 1
         try:
@@ -63,12 +71,20 @@ class EngineDriver:
         finally:
             self._release()
 
+    def _check_outside(self) -> None:
+        if self._owner == threading.get_ident():
+            raise EngineError(
+                "LLM was called from within one of its own steps (by a logits processor, say); "
+                "call it from another place, or use a second LLM"
+            )
+
     def _release(self) -> None:
         try:
             self._run_pending_aborts()
         finally:
             with self._condition:
                 self._is_busy = False
+                self._owner = None
                 self._condition.notify_all()
 
     def register(self, handle: RequestHandle, inbox: Inbox) -> None:
@@ -93,10 +109,12 @@ class EngineDriver:
 
     def _take_turn(self, inbox: Inbox) -> bool:
         """Wait until there is something in the inbox (False) or it is ours to step (True)."""
+        self._check_outside()
         with self._condition:
             while not inbox.outputs and inbox.error is None:
                 if not self._is_busy and not self._num_waiting:
                     self._is_busy = True
+                    self._owner = threading.get_ident()
                     return True
                 self._condition.wait()
         return False
@@ -119,6 +137,18 @@ class EngineDriver:
                 del self._inboxes[output.request_id]
                 inbox.open_ids.discard(output.request_id)
             inbox.outputs.append(output)
+        if len(self._inboxes) > len(self.engine.output_processor.external_req_ids):
+            self._fail_aborted()
+
+    def _fail_aborted(self) -> None:
+        """Requests that somebody ended through ``llm_engine`` have no output to wait for."""
+        live = self.engine.output_processor.external_req_ids
+        for request_id in [i for i in self._inboxes if i not in live]:
+            inbox = self._inboxes.pop(request_id)
+            inbox.open_ids.discard(request_id)
+            inbox.error = RequestFailedError(
+                f"request {request_id!r} was aborted through llm_engine while LLM waited for it"
+            )
 
     def _warn_unclaimed(self, output: Output) -> None:
         if not self._warned_unclaimed:
