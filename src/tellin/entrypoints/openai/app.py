@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
@@ -32,10 +33,11 @@ def make_app(context: ServingContext) -> FastAPI:
     config = context.config
     # FastAPI's pages of documentation load scripts from other servers; the document itself is ours.
     app = FastAPI(title="tellin", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
-    app.include_router(api_routes(context))
-    app.include_router(status_routes(context))
+    routers = [api_routes(context), status_routes(context)]
     if config.enable_admin:
-        app.include_router(admin_routes(context))
+        routers.append(admin_routes(context))
+    for router in routers:
+        app.include_router(router)
     for error_type in (ApiError, TellinError, ValidationError):
         app.add_exception_handler(error_type, _on_error)
     app.add_exception_handler(RequestValidationError, _on_query_error)
@@ -50,7 +52,10 @@ def make_app(context: ServingContext) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    app.add_middleware(RequestLog)
+    context.http_metrics.set_paths(
+        route.path for router in routers for route in router.routes if isinstance(route, APIRoute)
+    )
+    app.add_middleware(RequestLog, metrics=context.http_metrics)
     return app
 
 

@@ -18,7 +18,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tellin.entrypoints.openai.errors import ApiError, to_api_error
-from tellin.entrypoints.openai.http import error_reply
+from tellin.entrypoints.openai.http import CLIENT_CLOSED_REQUEST, error_reply
+from tellin.entrypoints.openai.http_metrics import HttpMetrics
 from tellin.entrypoints.openai.server_config import ServerConfig
 
 logger = logging.getLogger("tellin.server")
@@ -43,8 +44,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 class RequestLog:
     """Gives each request an id, logs its end, and turns what nobody caught into an answer."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics) -> None:
         self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,6 +76,8 @@ class RequestLog:
             await error_reply(answer)(scope, receive, send_with_id)
         finally:
             path = scope["path"]
+            status = status or CLIENT_CLOSED_REQUEST
+            self._metrics.count(path, status)
             level = logging.DEBUG if path in OPEN_PATHS or path == "/metrics" else logging.INFO
             logger.log(
                 level,

@@ -14,6 +14,8 @@ from tellin.entrypoints.openai.chat import ChatService
 from tellin.entrypoints.openai.completions import CompletionService
 from tellin.entrypoints.openai.embeddings import EmbeddingService
 from tellin.entrypoints.openai.http import body_reader, json_reply, stream_reply, until_disconnect
+from tellin.entrypoints.openai.responses import ResponsesService
+from tellin.entrypoints.openai.responses_request import ResponsesRequest
 from tellin.entrypoints.openai.serving import ServingContext
 from tellin.entrypoints.openai.status import StatusService
 from tellin.entrypoints.openai.tokenization import TokenizationService
@@ -29,6 +31,7 @@ def documented(model: type[BaseModel]) -> dict[str, Any]:
 DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     bodies.ChatCompletionRequest,
     bodies.CompletionRequest,
+    ResponsesRequest,
     bodies.EmbeddingRequest,
     bodies.TokenizeRequest,
     bodies.DetokenizeRequest,
@@ -40,12 +43,14 @@ def api_routes(context: ServingContext) -> APIRouter:
     router = APIRouter()
     chat = ChatService(context)
     completions = CompletionService(context)
+    responses = ResponsesService(context)
     embeddings = EmbeddingService(context)
     tokenization = TokenizationService(context)
     timeout_s = context.config.body_timeout_s
 
     read_chat = body_reader(bodies.ChatCompletionRequest, timeout_s)
     read_completion = body_reader(bodies.CompletionRequest, timeout_s)
+    read_response = body_reader(ResponsesRequest, timeout_s)
     read_embedding = body_reader(bodies.EmbeddingRequest, timeout_s)
     read_tokenize = body_reader(bodies.TokenizeRequest, timeout_s)
     read_detokenize = body_reader(bodies.DetokenizeRequest, timeout_s)
@@ -64,6 +69,11 @@ def api_routes(context: ServingContext) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         body = await read_completion(request)
         return await answer(request, await completions.prepare(body), body.stream)
+
+    @router.post("/v1/responses", openapi_extra=documented(ResponsesRequest))
+    async def create_response(request: Request) -> Response:
+        body = await read_response(request)
+        return await answer(request, await responses.prepare(body), body.stream)
 
     @router.post("/v1/embeddings", openapi_extra=documented(bodies.EmbeddingRequest))
     async def create_embeddings(request: Request) -> Response:

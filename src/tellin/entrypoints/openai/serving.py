@@ -21,6 +21,7 @@ from tellin.engine.async_llm import AsyncLLM
 from tellin.engine.prompts import RenderedPrompt
 from tellin.entrypoints.openai.chat_format import ChatFormat
 from tellin.entrypoints.openai.errors import ApiError, bad_request, not_ready, to_api_error
+from tellin.entrypoints.openai.http_metrics import HttpMetrics
 from tellin.entrypoints.openai.replies import FinishReason, PromptTokensDetails, Usage
 from tellin.entrypoints.openai.server_config import ServerConfig
 from tellin.outputs import CompletionOutput, RequestOutput
@@ -39,6 +40,7 @@ class ServingContext:
         self.model_names = config.served_model_names or (model.served_model_name or model.model,)
         self.created = int(time.time())
         self.chat_format = ChatFormat(config, model.chat_template, engine.tokenizer)
+        self.http_metrics = HttpMetrics(engine.config.observability_config.metrics_prefix)
         self.is_draining = False
 
     @property

@@ -38,7 +38,7 @@ class StatusService:
 
     def metrics(self) -> str:
         """Prometheus' text; raises 400 if statistics are off."""
-        return self.context.engine.prometheus_text()
+        return self.context.engine.prometheus_text() + self.context.http_metrics.exposition()
 
     async def check_health(self) -> None:
         """Raise 503 if the engine is dead, or makes no progress although it should."""
