@@ -390,9 +390,19 @@ def test_p16_truncation_is_visible(make_engine: EngineMaker) -> None:
 def test_finished_listener_is_called_once_per_sequence() -> None:
     """Tracing works without statistics (wart of OUT-11)."""
     seen: list[Any] = []
-    target = processor(on_finished=lambda *args: seen.append(args))
+
+    class Listener:
+        def __call__(self, *args: Any) -> None:
+            seen.append(args)
+
+        def close(self) -> None:
+            seen.append("closed")
+
+    target = processor(on_finished=Listener())
     target.add_request(request(), None)
     target.process_outputs(letters("ab")[:1])
     target.process_outputs(letters("ab")[1:], iteration_stats=IterationStats(2.0))
     ((state, finished, reason),) = seen
     assert (state.external_req_id, finished, reason) == ("x", None, FinishReason.LENGTH)
+    target.close()
+    assert seen[1:] == ["closed"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +22,10 @@ class FakeTracer:
 
     def __init__(self) -> None:
         self.spans: list[dict[str, Any]] = []
+        self.num_shutdowns = 0
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
 
     def start_span(self, name: str, **options: Any) -> Any:
         span: dict[str, Any] = {"name": name, **options}
@@ -42,7 +48,8 @@ def tracer(monkeypatch: pytest.MonkeyPatch) -> FakeTracer:
         tracing.importlib, "import_module", lambda name: modules.get(name) or original(name)
     )
     fake = FakeTracer()
-    monkeypatch.setattr(tracing, "_open_tracer", lambda endpoint: fake)
+    provider = SimpleNamespace(get_tracer=lambda name: fake, shutdown=fake.shutdown)
+    monkeypatch.setattr(tracing, "_open_provider", lambda endpoint: provider)
     return fake
 
 
@@ -72,6 +79,59 @@ def test_out11_spans(make_engine: EngineMaker, tracer: FakeTracer, log_stats: bo
     assert by_id["y"]["gen_ai.request.n"] == 2
     latencies = {name for name in span if name.startswith("gen_ai.latency.")}
     assert len(latencies) == (6 if log_stats else 0)
+    engine.shutdown()
+    engine.shutdown()
+    assert tracer.num_shutdowns == 1, "what is left was exported, once"
+
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+
+
+def test_spans_through_the_real_sdk(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenTelemetry's own exporter gets them: child of the caller's span, or a root."""
+    sdk = importlib.import_module("opentelemetry.sdk.trace")
+    export = importlib.import_module("opentelemetry.sdk.trace.export")
+    memory = importlib.import_module("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    exporter = memory.InMemorySpanExporter()
+    provider = sdk.TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(export.BatchSpanProcessor(exporter))
+    monkeypatch.setattr(tracing, "_open_provider", lambda endpoint: provider)
+    config = make_config(observability_config=ObservabilityConfig(otlp_traces_endpoint="http://x"))
+    before = set(threading.enumerate())
+    with make_engine([text_ids("a"), text_ids("b")], config=config, log_stats=True) as engine:
+        headers = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+        engine.add_request("child", "abc", SamplingParams(), trace_headers=headers)
+        engine.add_request("root", "abc", SamplingParams(), trace_headers={"traceparent": "junk"})
+        outputs = run(engine)
+    assert set(threading.enumerate()) <= before, "the exporter's thread has ended"
+    assert {o.request_id: o.trace_headers for o in outputs}["child"] == headers
+    spans = {span.attributes["gen_ai.request.id"]: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"child", "root"}
+    child, root = spans["child"], spans["root"]
+    assert f"{child.context.trace_id:032x}" == TRACE_ID
+    assert f"{child.parent.span_id:016x}" == SPAN_ID
+    assert root.parent is None
+    for span in spans.values():
+        assert span.name == "llm_request"
+        assert span.kind.name == "SERVER"
+        assert span.start_time < span.end_time
+        assert span.attributes["gen_ai.usage.completion_tokens"] == 2
+        assert span.attributes["gen_ai.response.finish_reason"] == "length"
+
+
+def test_a_collector_that_hangs_does_not_hang_the_shutdown(
+    tracer: FakeTracer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "CLOSE_TIMEOUT_S", 0.05)
+    release = threading.Event()
+    monkeypatch.setattr(tracer, "shutdown", lambda: release.wait(20))
+    provider = SimpleNamespace(get_tracer=lambda name: tracer, shutdown=tracer.shutdown)
+    started = time.monotonic()
+    tracing.RequestTracer(provider).close()
+    assert time.monotonic() - started < 5
+    release.set()
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

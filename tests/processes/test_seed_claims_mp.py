@@ -34,8 +34,11 @@ def start_rank(
     )
 
 
-@pytest.mark.parametrize("multiprocess", [False, True], ids=["in-process", "external-launcher"])
-@pytest.mark.parametrize("requests", [(3, 0), (0, 2)], ids=["rank 1 idle", "rank 0 idle"])
+@pytest.mark.parametrize(
+    ("multiprocess", "requests"),
+    [(False, (3, 0)), (True, (0, 2))],
+    ids=["in process, rank 1 idle", "multi-process, rank 0 idle"],
+)
 def test_s65_s66_s67_two_ranks_one_of_them_idle(
     multiprocess: bool, requests: tuple[int, int], tiny_model: Path, tmp_path: Path
 ) -> None:

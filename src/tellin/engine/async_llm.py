@@ -28,6 +28,7 @@ from tellin.engine.output_processor import Output, OutputProcessor
 from tellin.engine.parallel_sampling import ParentRequest
 from tellin.engine.renderer import ChatTokenizer, Renderer
 from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager
+from tellin.engine.teardown import close_engine
 from tellin.engine.tracing import make_tracer
 from tellin.exceptions import (
     DuplicateRequestError,
@@ -82,7 +83,9 @@ class AsyncLLM:
             executor_class=executor_class,
             log_stats=self.log_stats,
         )
-        self._finalizer = weakref.finalize(self, self.engine_core.shutdown)
+        self._finalizer = weakref.finalize(
+            self, close_engine, self.engine_core, self.output_processor
+        )
         self.config = apply_ready(config, self.engine_core.ready)
         self.model_config = self.config.model_config
         self.input_processor.update_config(self.config, self.engine_core.ready)

@@ -1,9 +1,8 @@
 """The synchronous shell: `add_request`, `step`, and control calls that are passed on.
 
 The engine of the first generation's loop, kept for programs written for it; `AsyncLLM` is for those
-that await. Glue between renderer, input processor, output processor and a client of the core. It
-runs no model, schedules nothing and owns no KV memory; where the core is, is the client's affair.
-Not thread-safe: one caller at a time (`tellin.LLM` serves several threads).
+that await. Glue between renderer, processors and a client of the core: no model, no scheduling, no
+KV memory. Not thread-safe: one caller at a time (`tellin.LLM` serves several threads).
 """
 
 from __future__ import annotations
@@ -100,7 +99,8 @@ class LLMEngine:
             executor_class=executor_class,
             log_stats=log_stats,
         )
-        self._finalizer = weakref.finalize(self, close_engine, self.engine_core, dp_group)
+        parts = (self.engine_core, self.output_processor, dp_group)
+        self._finalizer = weakref.finalize(self, close_engine, *parts)
         try:
             self._finish_start(stat_loggers)
         except BaseException:

@@ -45,6 +45,9 @@ class FinishedListener(Protocol):
         finish_reason: FinishReason,
     ) -> None: ...
 
+    def close(self) -> None:
+        """No sequence will end any more."""
+
 
 @dataclass(slots=True)
 class OutputProcessorOutput:
@@ -73,6 +76,11 @@ class OutputProcessor:
         self._stream_interval = stream_interval
         self._on_finished = on_finished
         self._lora_states = LoRARequestStates()
+
+    def close(self) -> None:
+        """Let whoever is told about ended sequences finish its work."""
+        if self._on_finished is not None:
+            self._on_finished.close()
 
     def get_num_unfinished_requests(self) -> int:
         """Live sequences: a request with n = 3 counts as 3."""

@@ -9,14 +9,18 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from tellin.engine.core_client import CoreClient
+from tellin.engine.output_processor import OutputProcessor
 
 if TYPE_CHECKING:
     from tellin.engine.dp_group import DataParallelGroup
 
 
-def close_engine(client: CoreClient, dp_group: DataParallelGroup | None) -> None:
-    """End the core and leave the data-parallel group."""
+def close_engine(
+    client: CoreClient, output_processor: OutputProcessor, dp_group: DataParallelGroup | None = None
+) -> None:
+    """End the core, export what is left of traces, and leave the data-parallel group."""
     client.shutdown()
+    output_processor.close()
     if dp_group is not None:
         dp_group.close()
 

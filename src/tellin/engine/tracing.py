@@ -7,6 +7,7 @@ the caller's. Works with and without statistics; without them the span has no la
 from __future__ import annotations
 
 import importlib
+import threading
 import time
 from typing import Any
 
@@ -19,6 +20,7 @@ from tellin.protocol import FinishReason
 
 INSTRUMENTING_NAME = "tellin.llm_engine"
 SPAN_NAME = "llm_request"
+CLOSE_TIMEOUT_S = 3.0
 
 
 def make_tracer(config: EngineConfig) -> FinishedListener | None:
@@ -28,10 +30,10 @@ def make_tracer(config: EngineConfig) -> FinishedListener | None:
         UnsupportedFeatureError: OpenTelemetry is not installed.
     """
     endpoint = config.observability_config.otlp_traces_endpoint
-    return None if endpoint is None else RequestTracer(_open_tracer(endpoint))
+    return None if endpoint is None else RequestTracer(_open_provider(endpoint))
 
 
-def _open_tracer(endpoint: str) -> Any:
+def _open_provider(endpoint: str) -> Any:
     try:
         exporter = importlib.import_module(
             "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
@@ -50,15 +52,22 @@ def _open_tracer(endpoint: str) -> Any:
     provider.add_span_processor(
         export.BatchSpanProcessor(exporter.OTLPSpanExporter(endpoint=endpoint))
     )
-    return provider.get_tracer(INSTRUMENTING_NAME)
+    return provider
 
 
 class RequestTracer:
     """Makes a span when a sequence has ended."""
 
-    def __init__(self, tracer: Any) -> None:
-        """``tracer``: an OpenTelemetry tracer."""
-        self._tracer = tracer
+    def __init__(self, provider: Any) -> None:
+        """``provider``: an OpenTelemetry tracer provider; the tracer closes it."""
+        self._provider = provider
+        self._tracer = provider.get_tracer(INSTRUMENTING_NAME)
+
+    def close(self) -> None:
+        """Send what is left and end the exporter's thread; gives up on a collector that is slow."""
+        thread = threading.Thread(target=self._provider.shutdown, name="tellin-otel", daemon=True)
+        thread.start()
+        thread.join(CLOSE_TIMEOUT_S)
 
     def __call__(
         self,
