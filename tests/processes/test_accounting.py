@@ -1,0 +1,193 @@
+"""P56: every request and token is counted exactly once, wherever the core runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tellin.engine.async_llm import AsyncLLM
+from tellin.engine.llm_engine import LLMEngine
+from tellin.exceptions import RequestError
+from tellin.metrics import Counter, Gauge, Histogram, Metric
+from tellin.outputs import RequestOutput
+from tellin.sampling_params import RequestOutputKind, SamplingParams
+from tests.processes.conftest import MakeArgs
+
+Run = Callable[[Any], tuple[list[RequestOutput], list[Metric]]]
+DELTA = RequestOutputKind.DELTA
+
+
+def params(max_tokens: int, **fields: Any) -> SamplingParams:
+    given = {"temperature": 1.0, "seed": 5, "ignore_eos": True, "output_kind": DELTA} | fields
+    return SamplingParams(max_tokens=max_tokens, **given)
+
+
+WORK = {
+    "one": params(8),
+    "two": params(3),
+    "three": params(6, n=3),
+    "running": params(1500),
+    "queued": params(1500),
+}
+"""With room for 5 sequences, ``queued`` comes last and waits; it and ``running`` are aborted."""
+
+
+def run_sync(args: Any, multiprocess: bool) -> tuple[list[RequestOutput], list[Metric]]:
+    outputs: list[Any] = []
+    with LLMEngine.from_engine_args(args, enable_multiprocessing=multiprocess) as engine:
+        engine.add_request("running", "hello running", WORK["running"])
+        while not outputs:
+            outputs += engine.step(timeout=20)
+        for name in ("one", "three", "two", "queued"):
+            engine.add_request(name, f"hello {name}", WORK[name])
+        with pytest.raises(RequestError):
+            engine.add_request("refused", "", params(3))
+        outputs += engine.abort_request("queued")
+        while engine.get_num_unfinished_requests() > 1:
+            outputs += engine.step(timeout=20)
+        outputs += engine.abort_request("running")
+        engine.step(timeout=0.3)
+        return outputs, engine.get_metrics()
+
+
+def run_async(args: Any, multiprocess: bool) -> tuple[list[RequestOutput], list[Metric]]:
+    outputs: list[RequestOutput] = []
+
+    async def work() -> list[Metric]:
+        async with AsyncLLM.from_engine_args(args, multiprocess_mode=multiprocess) as engine:
+
+            async def consume(name: str) -> None:
+                async for output in engine.generate(f"hello {name}", WORK[name], name):
+                    outputs.append(output)  # noqa: PERF401  (each as it comes)
+
+            running = asyncio.create_task(consume("running"))
+            while not outputs:
+                await asyncio.sleep(0.001)
+            tasks = [asyncio.create_task(consume(n)) for n in ("one", "three", "two", "queued")]
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError):
+                await anext(engine.generate("", params(3), "refused"))
+            await engine.abort("queued")
+            await asyncio.gather(*tasks)
+            await engine.abort("running")
+            await running
+            await asyncio.sleep(0.3)
+            return engine.get_metrics()
+
+    metrics = asyncio.run(work())
+    return outputs, metrics
+
+
+RUNNERS: dict[str, Run] = {
+    "in process": lambda args: run_sync(args, False),
+    "multi-process": lambda args: run_sync(args, True),
+    "async thread": lambda args: run_async(args, False),
+    "async multi-process": lambda args: run_async(args, True),
+}
+
+
+def value(metrics: list[Metric], name: str, **labels: str) -> float:
+    (metric,) = [
+        m
+        for m in metrics
+        if m.name == f"tellin:{name}" and all(m.labels.get(k) == v for k, v in labels.items())
+    ]
+    return metric.count if isinstance(metric, Histogram) else metric.value  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mode", RUNNERS)
+def test_p56_counters_add_up(mode: str, make_args: MakeArgs) -> None:
+    args = make_args(
+        disable_log_stats=False, max_num_seqs=5, enable_prefix_caching=False, num_kv_blocks=512
+    )
+    outputs, metrics = RUNNERS[mode](args)
+    num_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
+    ended = {"length": 5, "abort": 2, "stop": 0, "error": 0}
+    for reason, count in ended.items():
+        assert value(metrics, "request_success", finished_reason=reason) == count, reason
+    assert value(metrics, "generation_tokens") == num_tokens, "what was handed out, no more"
+    lengths = next(m for m in metrics if m.name == "tellin:request_generation_tokens")
+    assert isinstance(lengths, Histogram)
+    assert (lengths.count, lengths.sum) == (7, num_tokens)
+    first_tokens = value(metrics, "time_to_first_token_seconds")
+    assert first_tokens == 6, "those that produced one: all but the queued"
+    prompts = {output.request_id: output.prompt_token_ids for output in outputs}
+    sizes = {name: len(prompts[name] or ()) for name in ("one", "two", "three", "running")}
+    assert value(metrics, "prompt_tokens") == sum(sizes.values()) + 2 * sizes["three"]
+    sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    by_source = [value(metrics, "prompt_tokens_by_source", source=s) for s in sources]
+    assert sum(by_source) == value(metrics, "prompt_tokens")
+    assert value(metrics, "request_params_n") == 5, "n = 3 is one request"
+    assert value(metrics, "e2e_request_latency_seconds") == 7
+    inter_token = value(metrics, "inter_token_latency_seconds")
+    assert inter_token == num_tokens - first_tokens
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert value(metrics, gauge) == 0, gauge
+    for metric in metrics:
+        if isinstance(metric, Counter | Gauge):
+            assert metric.value >= 0
+        elif isinstance(metric, Histogram):
+            assert metric.sum >= 0
+            assert list(metric.buckets.values()) == sorted(metric.buckets.values())
+            assert metric.buckets["+Inf"] == metric.count
+
+
+def test_sta21_two_engines_count_apart(make_args: MakeArgs) -> None:
+    args = make_args(disable_log_stats=False)
+    with LLMEngine.from_engine_args(args) as first, LLMEngine.from_engine_args(args) as second:
+        for engine, count in ((first, 2), (second, 3)):
+            for i in range(count):
+                engine.add_request(str(i), "hello", params(4))
+        while first.has_unfinished_requests() or second.has_unfinished_requests():
+            first.step()
+            second.step()
+        assert value(first.get_metrics(), "generation_tokens") == 8
+        assert value(second.get_metrics(), "generation_tokens") == 12
+        first.shutdown()
+        assert value(second.get_metrics(), "request_success", finished_reason="length") == 3
+
+
+DASHBOARD = [
+    "num_requests_running",
+    "num_requests_waiting",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+    "num_preemptions",
+    "prompt_tokens",
+    "generation_tokens",
+    "request_success",
+    "iteration_tokens_total",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_inference_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "request_params_n",
+    "request_params_max_tokens",
+    "request_max_num_generation_tokens",
+    "cache_config_info",
+]
+
+
+def test_the_prefix_of_existing_dashboards_is_a_switch(make_args: MakeArgs) -> None:
+    args = make_args(disable_log_stats=False, metrics_prefix="vllm:")
+    with LLMEngine.from_engine_args(args) as engine:
+        engine.add_request("x", "hello", params(4))
+        while engine.has_unfinished_requests():
+            engine.step()
+        names = {metric.name for metric in engine.get_metrics()}
+        assert all(name.startswith("vllm:") for name in names)
+        assert {f"vllm:{name}" for name in DASHBOARD} <= names
+        assert engine.logger_manager is not None
+        text = engine.logger_manager.prometheus_text()
+        assert "vllm:generation_tokens_total{" in text
+        assert "tellin:" not in text

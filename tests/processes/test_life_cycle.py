@@ -1,0 +1,153 @@
+"""Life cycles in every mode: memory, threads, children, files, signals, threads of the user's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tellin.engine.async_llm import AsyncLLM
+from tellin.engine.llm_engine import LLMEngine
+from tellin.sampling_params import RequestOutputKind, SamplingParams
+from tests.processes.conftest import MakeArgs
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def use_sync(args: Any, multiprocess: bool, shut_down: bool) -> list[int]:
+    engine = LLMEngine.from_engine_args(args, enable_multiprocessing=multiprocess)
+    engine.add_request("x", "hello", PARAMS)
+    outputs: list[Any] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step(timeout=20)
+    if shut_down:
+        engine.shutdown()
+    return list(outputs[-1].outputs[0].token_ids)
+
+
+async def use_async(args: Any, multiprocess: bool, shut_down: bool) -> list[int]:
+    engine = AsyncLLM.from_engine_args(args, multiprocess_mode=multiprocess)
+    outputs = [output async for output in engine.generate("hello", PARAMS)]
+    if shut_down:
+        await asyncio.to_thread(engine.shutdown)
+    return list(outputs[-1].outputs[0].token_ids)
+
+
+USES: dict[str, Callable[[Any, bool], list[int]]] = {
+    "in process": lambda args, end: use_sync(args, False, end),
+    "multi-process": lambda args, end: use_sync(args, True, end),
+    "async thread": lambda args, end: asyncio.run(use_async(args, False, end)),
+    "async multi-process": lambda args, end: asyncio.run(use_async(args, True, end)),
+}
+
+
+@pytest.mark.parametrize("mode", USES)
+def test_p31_five_rounds_leave_nothing(mode: str, make_args: MakeArgs) -> None:
+    """Closed or just dropped: memory, threads, children and open files are as after the first."""
+    process = psutil.Process()
+    args = make_args(num_threads=2)
+    sizes, threads, files = [], [], []
+    for number in range(5):
+        USES[mode](args, number % 2 == 0)
+        gc.collect()
+        assert process.children(recursive=True) == []
+        sizes.append(process.memory_info().rss)
+        threads.append(process.num_threads())
+        files.append(process.num_fds())
+    assert sizes[-1] - sizes[0] < 8e6, sizes
+    assert max(threads) == min(threads), threads
+    assert max(files) == min(files), files
+
+
+@pytest.mark.parametrize("mode", USES)
+def test_p33_in_a_thread_without_signal_handlers(mode: str, make_args: MakeArgs) -> None:
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    expected = USES["in process"](make_args(), True)
+    results: list[list[int]] = []
+    thread = threading.Thread(target=lambda: results.append(USES[mode](make_args(), True)))
+    thread.start()
+    thread.join(60)
+    assert results == [expected]
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
+def test_p33_inside_a_running_loop(make_args: MakeArgs) -> None:
+    """A notebook: synchronous engines within a coroutine, asynchronous ones beside them."""
+
+    async def cell() -> None:
+        expected = use_sync(make_args(), False, True)
+        assert use_sync(make_args(), True, True) == expected
+        pair = (use_async(make_args(), mode, True) for mode in (False, True))
+        assert await asyncio.gather(*pair) == [expected, expected]
+
+    asyncio.run(cell())
+
+
+def test_5_6_thousands_of_unread_streams_take_bounded_memory(make_args: MakeArgs) -> None:
+    """Nobody reads while the engine generates: each stream holds one merged output, all of it."""
+    num_streams, num_tokens = 2000, 12
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.DELTA,
+    )
+
+    async def main() -> None:
+        args = make_args(max_num_seqs=256, disable_log_stats=False)
+        async with AsyncLLM.from_engine_args(args) as engine:
+            process = psutil.Process()
+            before = process.memory_info().rss
+            collectors = [
+                (await engine.add_request(str(i), f"hello {i % 10}", params))[1]
+                for i in range(num_streams)
+            ]
+            sizes = []
+            while engine.output_processor.has_unfinished_requests():
+                await engine.check_health()
+                await asyncio.sleep(0.05)
+                sizes.append(process.memory_info().rss)
+            per_stream = (max(sizes) - before) / num_streams
+            assert per_stream < 40e3, f"{per_stream} bytes for each stream"
+            by_prompt: dict[int, list[int]] = {}
+            for i, collector in enumerate(collectors):
+                output = collector.get_nowait()
+                assert output is not None
+                assert output.finished
+                assert collector.get_nowait() is None, "one slot, merged"
+                ids = output.outputs[0].token_ids  # type: ignore[union-attr]
+                assert len(ids) == num_tokens
+                assert by_prompt.setdefault(i % 10, ids) == ids
+
+    asyncio.run(main())
+
+
+def test_p35_steady_traffic_does_not_grow(make_args: MakeArgs) -> None:
+    """Unique prompts with the prefix cache on, through the process boundary."""
+    with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
+        core = psutil.Process(engine.engine_core.core_pid)  # type: ignore[attr-defined]
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+        def traffic(count: int, salt: int) -> tuple[int, int]:
+            for start in range(0, count, 64):
+                for i in range(start, start + 64):
+                    prompt = [3 + (salt * 1009 + i * k) % 400 for k in range(1, 40)]
+                    engine.add_request(f"{salt}-{i}", {"prompt_token_ids": prompt}, params)
+                while engine.has_unfinished_requests():
+                    engine.step(timeout=20)
+            gc.collect()
+            return psutil.Process().memory_info().rss, core.memory_info().rss
+
+        traffic(1024, 0)
+        here, there = traffic(512, 1)
+        here_after, there_after = traffic(1024, 2)
+        assert here_after - here < 4e6
+        assert there_after - there < 8e6
+        assert engine.output_processor.request_states == {}
+        assert engine.output_processor.external_req_ids == {}
