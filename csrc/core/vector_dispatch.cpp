@@ -19,6 +19,11 @@ const AttentionKernels* attention_table_avx512();
 
 namespace {
 
+// 64-bit ARM's baseline has NEON: the portable row kernels are compiled for it.
+bool is_portable(const char* isa) {
+  return std::strcmp(isa, "portable") == 0 || std::strcmp(isa, "neon") == 0;
+}
+
 // The AVX-VNNI variant differs from AVX2 in the linear kernels only.
 [[maybe_unused]] bool is_avx2(const char* isa) {
   return std::strcmp(isa, "avx2") == 0 || std::strcmp(isa, "avxvnni") == 0;
@@ -27,7 +32,7 @@ namespace {
 }  // namespace
 
 const VectorKernels* vector_kernels(const char* isa) {
-  if (std::strcmp(isa, "portable") == 0) return vector_table_portable();
+  if (is_portable(isa)) return vector_table_portable();
 #ifdef TELLIN_HAVE_AVX2
   if (is_avx2(isa)) return vector_table_avx2 ? vector_table_avx2() : nullptr;
 #endif
@@ -38,7 +43,7 @@ const VectorKernels* vector_kernels(const char* isa) {
 }
 
 const AttentionKernels* attention_kernels(const char* isa) {
-  if (std::strcmp(isa, "portable") == 0) return attention_table_portable();
+  if (is_portable(isa)) return attention_table_portable();
 #ifdef TELLIN_HAVE_AVX2
   if (is_avx2(isa)) return attention_table_avx2 ? attention_table_avx2() : nullptr;
 #endif
