@@ -308,6 +308,26 @@ def test_broken_pipe_is_quiet() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is full")
+def test_a_full_disk_is_one_line() -> None:
+    command = [sys.executable, "-m", "tellin.entrypoints.cli", "models"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == cli.EXIT_ERROR
+    assert done.stderr == "tellin: error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
+def test_closed_streams_are_no_error(
+    model: EngineMaker, monkeypatch: pytest.MonkeyPatch, stream: str
+) -> None:
+    """``tellin generate - <&-`` and the like: Python sets such streams to None."""
+    monkeypatch.setattr(sys, stream, None)
+    code = tellin("generate", "-" if stream == "stdin" else "hi")
+    getattr(sys, stream).close()  # what took its place
+    assert code == cli.EXIT_OK
+
+
 def test_interrupt_while_loading_is_130() -> None:
     code = (
         "import sys\nfrom tellin.entrypoints import cli\n"

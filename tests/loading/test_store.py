@@ -164,6 +164,11 @@ def test_unknown_names_list_the_known(settings: Settings) -> None:
         store.resolve_model("smolm2", settings, download=True)
     with pytest.raises(ModelNotFoundError, match="name is empty"):
         store.resolve_model("", settings)
+    for name in ("a" * 5000, "./" + "a" * 5000):
+        with pytest.raises(
+            ModelNotFoundError, match=r"a\.\.\.' cannot be looked up: File name too"
+        ):
+            store.resolve_model(name, settings)
     with pytest.raises(ModelNotFoundError, match="known names are smollm2"):
         store.pull("bogus", settings)
 

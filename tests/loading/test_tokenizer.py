@@ -133,9 +133,17 @@ def test_decode_refuses_what_is_no_id(smollm2: Tokenizer, ids: list[int]) -> Non
         smollm2.decode(ids)
 
 
-@pytest.mark.parametrize("text", [None, 5, b"bytes", "lone \ud800 surrogate"])
-def test_encode_refuses_what_is_no_text(smollm2: Tokenizer, text: str) -> None:
-    with pytest.raises(InvalidParameterError, match="cannot be tokenised"):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "it is of type NoneType"),
+        (5, "it is of type int"),
+        (b"bytes", "it is of type bytes"),
+        ("lone \ud800 surrogate", r"character 5 is the lone surrogate '\\ud800'"),
+    ],
+)
+def test_encode_refuses_what_is_no_text(smollm2: Tokenizer, text: str, reason: str) -> None:
+    with pytest.raises(InvalidParameterError, match=f"cannot be tokenised: {reason}"):
         smollm2.encode(text)
 
 

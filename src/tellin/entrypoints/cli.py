@@ -6,6 +6,7 @@ error, without a traceback.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ examples:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
+    _open_missing_streams()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no error
@@ -56,6 +58,17 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         _silence_stdout()
         return EXIT_BROKEN_PIPE
+    except OSError as error:  # what a command can explain it has caught; a full disk, say
+        print(f"tellin: error: {error}", file=sys.stderr)
+        _silence_stdout()
+        return EXIT_ERROR
+
+
+def _open_missing_streams() -> None:
+    """A stream that the caller has closed is None in Python: read nothing, write to nowhere."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
 def _run(arguments: list[str]) -> int:
@@ -115,8 +128,6 @@ def _make_parser(prog: str, description: str, examples: str) -> argparse.Argumen
 
 def _silence_stdout() -> None:
     """The reader is gone: nothing may be written any more, not even when Python ends."""
-    import os
-
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -70,6 +70,22 @@ def resolve_model(
     text = os.fspath(name)
     if not text:
         raise ModelNotFoundError(f"the model's name is empty; {_known_names()}")
+    try:
+        return _resolve(name, text, settings, download, progress)
+    except OSError as error:  # too long for the system, in a folder that may not be read, ...
+        shown = text if len(text) <= 100 else f"{text[:100]}..."
+        raise ModelNotFoundError(
+            f"model {shown!r} cannot be looked up: {error.strerror or error}"
+        ) from error
+
+
+def _resolve(
+    name: str | os.PathLike[str],
+    text: str,
+    settings: Settings,
+    download: bool,
+    progress: ProgressCallback | None,
+) -> Path:
     model = known_model(text) if isinstance(name, str) else None
     if model is None and _is_path(name):
         return locate_model(Path(text).expanduser())

@@ -95,7 +95,9 @@ class Tokenizer:
             ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise InvalidParameterError(
-                f"the text cannot be tokenised: {error}", parameter="text", value=type(text)
+                f"the text cannot be tokenised: {_why_no_text(text) or error}",
+                parameter="text",
+                value=type(text),
             ) from None
         if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
             del ids[0]
@@ -371,3 +373,16 @@ _TOKEN_BYTES: Mapping[str, Callable[[str], bytes]] = {
     "wordpiece": _wordpiece_bytes,
     "text": str.encode,
 }
+
+
+def _why_no_text(text: object) -> str:
+    if not isinstance(text, str):
+        return f"it is of type {type(text).__name__}, not a string"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return (
+            f"character {error.start} is the lone surrogate {text[error.start]!a}, which is what "
+            "Python makes of bytes that are not UTF-8"
+        )
+    return ""
