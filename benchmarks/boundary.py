@@ -23,6 +23,8 @@ from benchmarks.cases import PROMPT_LEN
 from benchmarks.drivers.base import random_tokens
 from benchmarks.report import aligned
 
+CPU_TICK_S = 0.01
+"""Resolution of the processor time that the system reports."""
 MODES = ("in process", "multi-process", "async multi-process")
 
 
@@ -70,7 +72,8 @@ def measure(model: str, num_streams: int, max_tokens: int, num_rounds: int) -> d
             for mode in (*MODES[turn:], *MODES[:turn]):
                 cpu, start = _cpu_s(), time.perf_counter()
                 num_tokens = runners[mode]()
-                seconds, cpu = time.perf_counter() - start, _cpu_s() - cpu
+                seconds = time.perf_counter() - start
+                cpu = max(_cpu_s() - cpu, CPU_TICK_S)
                 assert num_tokens == num_streams * max_tokens, "every stream must end by length"
                 if number:  # the first round warms up
                     samples[mode].append((seconds / num_tokens, cpu / num_tokens))

@@ -359,3 +359,69 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("other").id == "other"
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.models.retrieve("gpt-4")
+
+
+# ---------------------------------------------------------------------- thoughts
+
+
+THINKING_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('system comes first') }}"
+    "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "[assistant]{% if enable_thinking %}<think>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinker(serve: Any) -> Any:
+    with serve("--served-model-name", "tiny", "--chat-template", THINKING_TEMPLATE) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_are_parted_from_the_answer(thinker: Server, stream: bool) -> None:
+    def run(text: str, **body: Any) -> tuple[str, str]:
+        body = {"messages": MESSAGES, "structured_outputs": {"choice": [text]}} | body
+        if not stream:
+            reply = thinker.http.post("/v1/chat/completions", json=body).json()
+            message = reply["choices"][0]["message"]
+            return message.get("reasoning_content", ""), message["content"]
+        deltas = [c["choices"][0]["delta"] for c in strict_chunks(thinker, **body)]
+        assert all(d.get("reasoning") == d.get("reasoning_content") for d in deltas)
+        thoughts = "".join(d.get("reasoning_content", "") for d in deltas)
+        return thoughts, "".join(d.get("content", "") for d in deltas)
+
+    assert run("<think>\nhm, so\n</think>\n\nYes.") == ("hm, so", "Yes.")
+    assert run("hm</think>Yes.", reasoning_effort="high") == ("hm", "Yes.")  # opened by the prompt
+    assert run("Yes.", chat_template_kwargs={"enable_thinking": False}) == ("", "Yes.")
+    assert run("<think>hm</think>Yes.", include_reasoning=False) == ("", "Yes.")
+    thought_call = '<think>hm</think><tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    assert run(thought_call)[0] == "hm"
+
+
+def test_forced_json_is_never_taken_for_a_thought(thinker: Server) -> None:
+    body = {
+        "messages": MESSAGES,
+        "reasoning_effort": "high",
+        "response_format": {"type": "json_schema", "json_schema": {
+            "name": "x", "schema": {"enum": ["a"]}}},
+    }  # fmt: skip
+    message = thinker.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message["content"] == '"a"'
+    assert "reasoning_content" not in message
+
+
+def test_p45_what_the_template_refuses_is_a_400_with_its_words(thinker: Server) -> None:
+    roles = ["system", "user", "assistant", "system", "user"]
+    body = {"messages": [{"role": role, "content": "x"} for role in roles]}
+    for stream in (False, True):
+        response = thinker.http.post("/v1/chat/completions", json=body | {"stream": stream})
+        assert response.status_code == 400
+        assert "system comes first" in response.json()["error"]["message"]
+
+
+def test_a_template_that_knows_tools_gets_them(thinker: Server) -> None:
+    tokens = thinker.http.post("/tokenize", json={"messages": MESSAGES, "tools": [NOW]}).json()
+    prompt = thinker.http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
+    assert prompt.startswith("[user]Hello!<tools>[")

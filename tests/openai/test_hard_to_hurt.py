@@ -312,6 +312,20 @@ def test_p29_death_of_the_core_ends_the_server(serve: Serve) -> None:
         sock.close()
 
 
+def test_p29_a_stopped_core_is_unhealthy_until_it_goes_on(serve: Serve) -> None:
+    with serve("--health-timeout", "0.5") as running:
+        sock = raw_request(running, LONG | {"n": 32, "temperature": 1})
+        wait_until(lambda: live(running) > 0)
+        core = running.core_process()
+        core.suspend()
+        try:
+            wait_until(lambda: running.http.get("/health").status_code == 503)
+        finally:
+            core.resume()
+        wait_until(lambda: running.http.get("/health").status_code == 200)
+        sock.close()
+
+
 def test_a_taken_port_is_told_at_once(serve: Serve, server: Server) -> None:
     port = server.url.rpartition(":")[2]
     start = time.monotonic()

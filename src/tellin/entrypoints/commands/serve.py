@@ -100,6 +100,13 @@ def _add_network_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="S",
         help="seconds that open requests get at the end (default: %(default)g)",
     )
+    group.add_argument(
+        "--health-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="/health fails after so many seconds without progress (default: %(default)g)",
+    )
 
 
 def _add_chat_arguments(group: argparse._ArgumentGroup) -> None:
@@ -219,6 +226,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         max_body_bytes=args.max_body_mb << 20,
         request_timeout_s=args.request_timeout or None,
         drain_timeout_s=args.drain_timeout,
+        health_timeout_s=args.health_timeout,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         trust_request_chat_template=args.trust_request_chat_template,

@@ -174,6 +174,7 @@ class ChatService:
         plan = plan_tools(request, context.chat_format)
         params, n = self._params(request, plan)
         context.check_num_sequences(n)
+        await context.check_constraint(params)
         prompt = await self._render(request, plan)
         jobs = make_jobs([prompt], params, n)
         return PreparedChat(context, request, prompt, jobs, plan, n)

@@ -173,6 +173,7 @@ class CompletionService:
         _check(request)
         n, params_n = split_n(request, context.defaults)
         params = self._params(request, params_n)
+        await context.check_constraint(params)
         prompts = prompts_of(request.prompt)
         context.check_num_sequences(n * len(prompts))
         tok_params = TokenizeParams(request.add_special_tokens).with_options(

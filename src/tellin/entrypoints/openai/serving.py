@@ -67,6 +67,25 @@ class ServingContext:
         if self.is_draining:
             raise not_ready("the server is shutting down; send the request elsewhere")
 
+    async def check_constraint(self, params: SamplingParams) -> None:
+        """Judge a grammar in a thread: a large one must not hold up the streams of others.
+
+        The verdict is kept, so that the admission gate, which asks again, has it at once.
+
+        Raises:
+            InvalidParameterError: it is malformed or cannot be satisfied.
+        """
+        if params.structured_outputs is None:
+            return
+        from tellin.grammar_validation import validate_structured_outputs
+
+        config = self.engine.config.structured_outputs_config
+        await asyncio.to_thread(
+            validate_structured_outputs,
+            params.structured_outputs,
+            disable_any_whitespace=config.disable_any_whitespace,
+        )
+
     def check_num_sequences(self, wanted: int) -> None:
         """Raise 400 for more sequences than could ever be admitted."""
         scheduler = self.engine.config.scheduler_config
