@@ -26,6 +26,7 @@ MAX_TOKENS ?= 64
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SANITIZE ?= address,undefined
+SANITIZE_TESTS ?= tests/kernels
 # A user's newer compiler may know new warnings; CI lets none through.
 WERROR ?= $(if $(CI),ON,OFF)
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
@@ -116,7 +117,7 @@ fmt: $(STAMPS)/extra-lint
 	@$(BIN)/clang-format -i $(CPP_FORMATTED)
 
 sanitize: build $(STAMPS)/extra-test
-	@$(BIN)/python scripts/sanitize.py --sanitizers $(SANITIZE) --jobs $(JOBS)
+	@$(BIN)/python scripts/sanitize.py --sanitizers $(SANITIZE) --jobs $(JOBS) -- $(SANITIZE_TESTS)
 
 # ------------------------------------------------------------------ measurements and packages
 

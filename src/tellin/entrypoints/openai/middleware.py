@@ -6,6 +6,7 @@ no keys.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
@@ -38,6 +39,9 @@ ADMIN_PATHS = frozenset(
         "/v1/unload_lora_adapter",
     }
 )
+MAX_DISCARD_BYTES = 64 << 20
+MAX_DISCARD_S = 2.0
+"""How much of a refused body is read, and how long."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -106,6 +110,7 @@ class Gate:
         headers = Headers(scope=scope)
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
+            await _discard_body(receive)
             await error_reply(refusal)(scope, receive, send)
             return
         num_bytes = 0
@@ -116,6 +121,8 @@ class Gate:
             if message["type"] == "http.request":
                 num_bytes += len(message.get("body", b""))
                 if num_bytes > self._max_body_bytes:
+                    if message.get("more_body", False):
+                        await _discard_body(receive)
                     raise self._too_large()
             return message
 
@@ -149,6 +156,20 @@ class Gate:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+async def _discard_body(receive: Receive) -> None:
+    """Read on for a while: a client that is still sending would see a reset, not the answer."""
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(MAX_DISCARD_S):
+            while num_bytes < MAX_DISCARD_BYTES:
+                message = await receive()
+                num_bytes += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return
+    except TimeoutError:
+        pass  # then it is reset after all
 
 
 def _digests(keys: Iterable[str]) -> list[bytes]:
