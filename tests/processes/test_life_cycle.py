@@ -53,10 +53,11 @@ def test_p31_five_rounds_leave_nothing(mode: str, make_args: MakeArgs) -> None:
     process = psutil.Process()
     args = make_args(num_threads=2)
     sizes, threads, files = [], [], []
+    children = set(process.children(recursive=True))  # of other tests: a server that they share
     for number in range(5):
         USES[mode](args, number % 2 == 0)
         gc.collect()
-        assert process.children(recursive=True) == []
+        assert set(process.children(recursive=True)) <= children
         sizes.append(process.memory_info().rss)
         threads.append(process.num_threads())
         files.append(process.num_fds())
