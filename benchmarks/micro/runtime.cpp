@@ -104,10 +104,13 @@ void bench_rows(const char* isa) {
            for (int h = 0; h < 32; ++h) k.rope(out.data() + 64 * h, x.data(), y.data(), 32, false);
          }));
   const LinearKernels& linear = *linear_kernels(isa);
-  std::vector<uint8_t> rows(linear.quantized_row_bytes(n) + 64);
-  uint8_t* aligned = rows.data() + (64 - reinterpret_cast<uintptr_t>(rows.data()) % 64) % 64;
-  const QuantizedRows quantized{aligned, static_cast<int64_t>(linear.quantized_row_bytes(n))};
-  report("quantize 2048", best_ns([&] { linear.quantize_row(x.data(), n, 0, quantized); }));
+  for (ActPrecision precision : {ActPrecision::kInt8, ActPrecision::kInt16}) {
+    const size_t row_bytes = linear.quantized_row_bytes(n, precision);
+    const MappedMemory memory(row_bytes, /*huge_pages=*/false);
+    const QuantizedRows rows{memory.data(), static_cast<int64_t>(row_bytes)};
+    report(precision == ActPrecision::kInt8 ? "quantize to int8 2048" : "quantize to int16 2048",
+           best_ns([&] { linear.quantize_row(precision, x.data(), n, 0, rows); }));
+  }
 }
 
 // One full partition (256 positions) for `rows` query rows of one kv head.

@@ -6,51 +6,54 @@
 
 namespace tellin {
 
-const VectorKernels* vector_table_portable();
-const AttentionKernels* attention_table_portable();
-#ifdef TELLIN_HAVE_AVX2
-const VectorKernels* vector_table_avx2() __attribute__((weak));
-const AttentionKernels* attention_table_avx2() __attribute__((weak));
-#endif
-#ifdef TELLIN_HAVE_AVX512
-const VectorKernels* vector_table_avx512();
-const AttentionKernels* attention_table_avx512();
-#endif
+#define TELLIN_DECLARE(isa)                  \
+  const VectorKernels* vector_table_##isa(); \
+  const AttentionKernels* attention_table_##isa();
+TELLIN_DECLARE(portable)
+TELLIN_DECLARE(avx2)
+TELLIN_DECLARE(avx512)
+TELLIN_DECLARE(neon)
+#undef TELLIN_DECLARE
 
 namespace {
 
-// 64-bit ARM's baseline has NEON: the portable row kernels are compiled for it.
-bool is_portable(const char* isa) {
-  return std::strcmp(isa, "portable") == 0 || std::strcmp(isa, "neon") == 0;
-}
+struct Variant {
+  const char* isa;
+  const VectorKernels* (*vector)();
+  const AttentionKernels* (*attention)();
+};
 
-// The AVX-VNNI variant differs from AVX2 in the linear kernels only.
-[[maybe_unused]] bool is_avx2(const char* isa) {
-  return std::strcmp(isa, "avx2") == 0 || std::strcmp(isa, "avxvnni") == 0;
+constexpr Variant kVariants[] = {
+    {"portable", vector_table_portable, attention_table_portable},
+#ifdef TELLIN_HAVE_AVX2
+    {"avx2", vector_table_avx2, attention_table_avx2},
+    {"avxvnni", vector_table_avx2, attention_table_avx2},  // differs from AVX2 in the linear kernels only
+#endif
+#ifdef TELLIN_HAVE_AVX512
+    {"avx512", vector_table_avx512, attention_table_avx512},
+#endif
+#ifdef TELLIN_HAVE_NEON
+    {"neon", vector_table_neon, attention_table_neon},
+#endif
+};
+
+const Variant* find(const char* isa) {
+  for (const Variant& variant : kVariants) {
+    if (std::strcmp(variant.isa, isa) == 0) return &variant;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 const VectorKernels* vector_kernels(const char* isa) {
-  if (is_portable(isa)) return vector_table_portable();
-#ifdef TELLIN_HAVE_AVX2
-  if (is_avx2(isa)) return vector_table_avx2 ? vector_table_avx2() : nullptr;
-#endif
-#ifdef TELLIN_HAVE_AVX512
-  if (std::strcmp(isa, "avx512") == 0) return vector_table_avx512();
-#endif
-  return nullptr;
+  const Variant* variant = find(isa);
+  return variant == nullptr ? nullptr : variant->vector();
 }
 
 const AttentionKernels* attention_kernels(const char* isa) {
-  if (is_portable(isa)) return attention_table_portable();
-#ifdef TELLIN_HAVE_AVX2
-  if (is_avx2(isa)) return attention_table_avx2 ? attention_table_avx2() : nullptr;
-#endif
-#ifdef TELLIN_HAVE_AVX512
-  if (std::strcmp(isa, "avx512") == 0) return attention_table_avx512();
-#endif
-  return nullptr;
+  const Variant* variant = find(isa);
+  return variant == nullptr ? nullptr : variant->attention();
 }
 
 }  // namespace tellin

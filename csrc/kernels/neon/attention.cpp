@@ -1,0 +1,12 @@
+#include "vector/simd_neon.h"
+// The vector type must be known before what is written against it.
+#include "vector/attention_ops.h"
+
+namespace tellin {
+
+const AttentionKernels* attention_table_neon() {
+  static const AttentionKernels table{"neon", kv_store, kv_expand, attend, fold, finish};
+  return &table;
+}
+
+}  // namespace tellin

@@ -1,0 +1,13 @@
+#include "vector/simd_neon.h"
+// The vector type must be known before what is written against it.
+#include "vector/row_ops.h"
+
+namespace tellin {
+
+const VectorKernels* vector_table_neon() {
+  static const VectorKernels table{"neon",  rms_norm,   layer_norm, add, scale,
+                                   softcap, activation, act_mul,    rope};
+  return &table;
+}
+
+}  // namespace tellin
