@@ -91,7 +91,7 @@ void LinearStage::run(int64_t task, int member) noexcept {
   float* scratch =
       scratch_.empty() ? nullptr : reinterpret_cast<float*>(scratch_[static_cast<size_t>(member)].data());
   // Kernels address the whole result: the origin of a tile in scratch lies before it.
-  float* scratch_origin = scratch - m0 * count - column;
+  float* scratch_origin = scratch == nullptr ? nullptr : scratch - m0 * count - column;
   if (part.up != nullptr) {
     product(*part.weight, m0, m1, chunk, part.out->base, part.out->stride);
     product(*part.up, m0, m1, chunk, scratch_origin, count);
