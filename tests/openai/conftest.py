@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import os
 import subprocess
 import sys
 import threading
@@ -19,7 +21,15 @@ import pytest
 
 from benchmarks.synthetic import SIZES, write_llama
 
-START_LIMIT_S = 60
+START_LIMIT_S = 120
+ROOT = Path(__file__).parents[2]
+ENDLESS_TOKENS = 30_000
+"""Tokens of a request that no test waits for: minutes on a slow server, at any speed."""
+SLOW = (
+    "--set", 'logits_processors=["tests.openai.slow_steps:SlowSteps"]',
+    "--max-model-len", str(ENDLESS_TOKENS + 1000), "--set", "num_kv_blocks=2048",
+)  # fmt: skip
+"""Arguments of a server whose steps take at least 5 ms, with room for an endless request."""
 
 
 @dataclass
@@ -57,7 +67,8 @@ Serve = Callable[..., AbstractContextManager[Server]]
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random-weight Llama of a few hundred kilobytes with a byte-level tokenizer."""
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny.gguf", SIZES["tiny"], "q8_0")
+    shape = dataclasses.replace(SIZES["tiny"], max_position_embeddings=1 << 15)
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny.gguf", shape, "q8_0")
 
 
 @contextlib.contextmanager
@@ -66,7 +77,11 @@ def run_server(model: Path, *arguments: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "tellin.entrypoints.cli", "serve", str(model), "--port", "0"]
     defaults = ["--threads", "1", "--max-model-len", "2048", "--set", "num_kv_blocks=1024"]
     process = subprocess.Popen(
-        [*command, *defaults, *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [*command, *defaults, *arguments],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     server = Server(process, "")
     started = threading.Event()
@@ -93,7 +108,7 @@ def run_server(model: Path, *arguments: str) -> Iterator[Server]:
         if process.poll() is None:
             process.terminate()
         try:
-            process.wait(20)
+            process.wait(60)
         finally:
             process.kill()
             reader.join()
@@ -102,15 +117,15 @@ def run_server(model: Path, *arguments: str) -> Iterator[Server]:
                     stream.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def serve(tiny_model: Path) -> Serve:
     """Start a server of one's own: ``with serve("--api-key", "x") as server``."""
     return lambda *arguments: run_server(tiny_model, *arguments)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(serve: Serve) -> Iterator[Server]:
-    """A server that tests share; they leave it as they found it."""
+    """A server that these tests share; they leave it as they found it, and it ends with them."""
     with serve("--served-model-name", "tiny", "--served-model-name", "other") as running:
         yield running
 

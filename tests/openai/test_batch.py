@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tellin.entrypoints import cli
+from tests.openai.conftest import ROOT
 
 
 def chat(i: int, **body: Any) -> dict[str, Any]:
@@ -77,11 +78,12 @@ def test_answers_refusals_and_resuming(tiny_model: Path, tmp_path: Path) -> None
 
 
 def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
-    lines = [chat(i, max_tokens=200, ignore_eos=True) for i in range(60)]
+    lines = [chat(i, max_tokens=50, ignore_eos=True) for i in range(60)]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     arguments = [*command(tiny_model, source, target), "--set", "max_num_seqs=2"]
-    run = [sys.executable, "-m", "tellin.entrypoints.cli", *arguments]
-    with subprocess.Popen(run) as process:
+    slow = ["--set", 'logits_processors=["tests.openai.slow_steps:SlowSteps"]']
+    run = [sys.executable, "-m", "tellin.entrypoints.cli", *arguments, *slow]
+    with subprocess.Popen(run, env=os.environ | {"PYTHONPATH": str(ROOT)}) as process:
         deadline = time.monotonic() + 60
         while not (target.exists() and target.read_bytes().count(b"\n") >= 3):
             assert process.poll() is None
