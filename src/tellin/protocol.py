@@ -218,6 +218,58 @@ class SchedulerStats(msgspec.Struct, omit_defaults=True):
     num_scheduled_tokens: int = 0
     step_time_s: float = 0.0
     model_time_s: float = 0.0
+    num_prefill_tokens: int = 0
+    """Of ``num_scheduled_tokens``, those of prompts (and of what is computed again)."""
+
+
+class BlockState(enum.IntEnum):
+    """What a KV block is, to somebody who watches."""
+
+    FREE = 0
+    CACHED = 1
+    """Nobody refers to it, but its content is in the prefix cache and can be used again."""
+    USED = 2
+    """One request refers to it."""
+    SHARED = 3
+    """Several requests do."""
+
+
+class RequestSnapshot(msgspec.Struct, array_like=True):
+    """One live request, without anything of its text.
+
+    ``state``: decode, prefill, waiting, preempted, or blocked (it waits for its grammar, its
+    adapter, or a prefix that another request is computing). ``age_s`` counts from its arrival.
+    """
+
+    request_id: str
+    state: str
+    age_s: float
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_blocks: int
+    num_preemptions: int
+    priority: int
+
+
+class EngineCoreSnapshot(msgspec.Struct):
+    """A core between two steps.
+
+    ``timestamp`` is its monotonic clock; ``block_states`` holds one `BlockState` per usable KV
+    block, in the order of ids. ``requests`` may be cut off; the counts are not.
+    """
+
+    timestamp: float
+    step_counter: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_blocked_reqs: int
+    num_preemptions: int
+    is_paused: bool
+    block_size: int
+    block_states: bytes
+    requests: list[RequestSnapshot] = msgspec.field(default_factory=list)
 
 
 class UtilityOutput(msgspec.Struct, array_like=True, omit_defaults=True):

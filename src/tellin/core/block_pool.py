@@ -69,6 +69,10 @@ class BlockPool:
     def num_cached_blocks(self) -> int:
         return len(self._cached)
 
+    def tail_block_ids(self) -> Iterable[int]:
+        """Blocks published as tails (a live view)."""
+        return self._tail_of.keys()
+
     # ------------------------------------------------------------------ allocation
 
     def get_new_blocks(self, num_blocks: int) -> list[int]:

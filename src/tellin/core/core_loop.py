@@ -40,6 +40,7 @@ UTILITIES: frozenset[str] = frozenset(
         "add_lora",
         "collective_rpc",
         "execute_dummy_batch",
+        "get_snapshot",
         "get_supported_tasks",
         "is_sleeping",
         "is_scheduler_paused",

@@ -15,9 +15,10 @@ from tellin.config import EngineConfig
 from tellin.core.kv_events import KVEventBatch
 from tellin.core.request import RequestStatus
 from tellin.core.scheduler import PauseState, Scheduler
+from tellin.core.snapshot import make_snapshot
 from tellin.core.structured_output import StructuredOutputManager
 from tellin.exceptions import EngineDeadError, InvalidParameterError
-from tellin.protocol import EngineCoreReady, LoRARequest
+from tellin.protocol import EngineCoreReady, EngineCoreSnapshot, LoRARequest
 from tellin.trace import ScopeRecorder, trace_path, write_trace
 
 if TYPE_CHECKING:
@@ -224,6 +225,10 @@ class EngineCoreControls:
 
     def execute_dummy_batch(self) -> None:
         self._executor().execute_dummy_batch()
+
+    def get_snapshot(self) -> EngineCoreSnapshot:
+        """Requests and KV blocks as they are between two steps."""
+        return make_snapshot(self._live()[0])
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         return tuple(self.ready.supported_tasks)

@@ -27,6 +27,7 @@ def make_stats(
         kv_cache_usage=manager.usage,
         prefix_cache_stats=manager.prefix_cache_stats.take(),
         num_scheduled_tokens=plan.num_total,
+        num_prefill_tokens=_num_prefill_tokens(plan),
     )
     if manager.metrics is not None:
         stats.kv_cache_eviction_events = manager.metrics.take_events()
@@ -39,6 +40,12 @@ def make_stats(
             [*room.waiting, *room.preempted, *room.blocked.values()]
         )
     return stats
+
+
+def _num_prefill_tokens(plan: StepPlan) -> int:
+    scheduled = plan.num_scheduled_tokens
+    in_progress = sum(scheduled.get(request.request_id, 0) for request in plan.prefills)
+    return plan.num_admitted_tokens + in_progress
 
 
 def _count_adapters(requests: Iterable[Request]) -> dict[str, int]:

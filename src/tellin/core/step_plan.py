@@ -22,6 +22,7 @@ class StepPlan:
         "cached",
         "copies",
         "new",
+        "num_admitted_tokens",
         "num_scheduled_tokens",
         "num_total",
         "preempted_ids",
@@ -35,6 +36,7 @@ class StepPlan:
         self.budget = budget
         self.step_counter = step_counter
         self.num_total = 0
+        self.num_admitted_tokens = 0
         self.requests: list[Request] = []
         self.num_scheduled_tokens: dict[str, int] = {}
         self.cached: list[CachedRequestData] = []
@@ -68,6 +70,7 @@ class StepPlan:
     def add_admitted(self, request: Request, num_new_tokens: int, resumed: bool) -> None:
         """A request that was admitted now; its block table goes to the worker as a whole."""
         token_ids = list(request.all_token_ids)
+        self.num_admitted_tokens += num_new_tokens
         if resumed:
             self.cached.append(
                 CachedRequestData(

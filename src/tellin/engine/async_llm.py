@@ -18,6 +18,8 @@ from copy import copy
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from tellin.config import EngineArgs, EngineConfig
 from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engine_tokenizer
 from tellin.engine.core_client import AsyncCoreClient, EngineCoreClient
@@ -40,7 +42,7 @@ from tellin.exceptions import (
 )
 from tellin.metrics import IterationStats, Metric
 from tellin.outputs import PoolingRequestOutput, RequestOutput
-from tellin.protocol import EngineCoreRequest, LoRARequest
+from tellin.protocol import EngineCoreRequest, EngineCoreSnapshot, LoRARequest
 from tellin.sampling_params import PoolingParams, SamplingParams
 
 logger = logging.getLogger("tellin.engine")
@@ -453,6 +455,11 @@ class AsyncLLM:
         if idle_s > max_idle_s:
             live = self.output_processor.get_num_unfinished_requests()
             raise EngineDeadError(f"no step for {idle_s:.1f} s although {live} sequences are live")
+
+    async def get_snapshot(self) -> EngineCoreSnapshot:
+        """Live requests and KV blocks, as they are between two steps."""
+        result = await self.engine_core.call_utility_async("get_snapshot")
+        return msgspec.convert(result, EngineCoreSnapshot)
 
     def get_metrics(self) -> list[Metric]:
         """As `LLMEngine.get_metrics`."""

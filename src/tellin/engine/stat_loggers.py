@@ -185,6 +185,10 @@ class StatLoggerManager:
             self._loggers[index] = loggers
             self._prometheus[index] = own
 
+    def add(self, stat_logger: StatLoggerBase, engine_idx: int = 0) -> None:
+        """One more logger, from now on. Raises KeyError for an engine that is not here."""
+        self._loggers[engine_idx].append(stat_logger)
+
     def record(
         self,
         scheduler_stats: SchedulerStats | None,

@@ -94,6 +94,9 @@ def _add_network_arguments(group: argparse._ArgumentGroup) -> None:
         help="web origin that browsers may call from, * = any (repeatable; default: none)",
     )
     group.add_argument(
+        "--no-page", action="store_true", help="without the page at / and the /engine paths"
+    )
+    group.add_argument(
         "--drain-timeout",
         type=float,
         default=30.0,
@@ -230,6 +233,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         trust_request_chat_template=args.trust_request_chat_template,
+        enable_page=not args.no_page,
     )
 
 
@@ -275,9 +279,11 @@ def start_block(context: ServingContext, url: str) -> str:
     num_tokens = ready.kv_cache_size_tokens or (ready.num_kv_blocks - 1) * ready.block_size
     model = context.engine.model_config
     keys = f"{len(context.config.api_keys)} API keys" if context.config.api_keys else "no API key"
+    page = f"{url}/" if context.config.enable_page else "off"
     return "\n".join(
         (
             f"tellin serves {', '.join(context.model_names)} at {url}/v1 ({keys})",
+            f"  page     {page}",
             f"  model    {model.architecture}, context {model.max_model_len} tokens",
             f"  compute  {ready.num_threads} threads, {ready.isa}",
             f"  memory   KV pool of {num_tokens} tokens in {ready.num_kv_blocks} blocks",

@@ -17,7 +17,8 @@ from starlette.responses import Response
 
 from tellin.entrypoints.openai.errors import ApiError, bad_request, to_api_error
 from tellin.entrypoints.openai.http import error_reply
-from tellin.entrypoints.openai.middleware import Gate, RequestLog
+from tellin.entrypoints.openai.middleware import OPEN_PATHS, Gate, RequestLog
+from tellin.entrypoints.openai.page.routes import page_paths, page_routes
 from tellin.entrypoints.openai.routes import (
     DOCUMENTED_BODIES,
     admin_routes,
@@ -36,6 +37,10 @@ def make_app(context: ServingContext) -> FastAPI:
     routers = [api_routes(context), status_routes(context)]
     if config.enable_admin:
         routers.append(admin_routes(context))
+    open_paths = OPEN_PATHS
+    if config.enable_page:
+        routers.append(page_routes(context))
+        open_paths |= page_paths()
     for router in routers:
         app.include_router(router)
     for error_type in (ApiError, TellinError, ValidationError):
@@ -43,7 +48,7 @@ def make_app(context: ServingContext) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_query_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    app.add_middleware(Gate, config=config)
+    app.add_middleware(Gate, config=config, open_paths=open_paths)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

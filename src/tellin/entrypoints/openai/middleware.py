@@ -82,7 +82,8 @@ class RequestLog:
             path = scope["path"]
             status = status or CLIENT_CLOSED_REQUEST
             self._metrics.count(path, status)
-            level = logging.DEBUG if path in OPEN_PATHS or path == "/metrics" else logging.INFO
+            is_noise = path in OPEN_PATHS or path == "/metrics" or path.startswith("/page/")
+            level = logging.DEBUG if is_noise else logging.INFO
             logger.log(
                 level,
                 "%s %s %s %d %.0f ms",
@@ -97,8 +98,11 @@ class RequestLog:
 class Gate:
     """Refuses requests without a key, and bodies that are too large."""
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, open_paths: frozenset[str] = OPEN_PATHS
+    ) -> None:
         self._app = app
+        self._open_paths = open_paths
         self._api_keys = _digests(config.api_keys)
         self._admin_keys = _digests(() if config.admin_key is None else (config.admin_key,))
         self._max_body_bytes = config.max_body_bytes
@@ -144,7 +148,7 @@ class Gate:
 
     def _has_key(self, path: str, authorization: str) -> bool:
         keys = self._admin_keys if path in ADMIN_PATHS and self._admin_keys else self._api_keys
-        if path in OPEN_PATHS or not keys:
+        if path in self._open_paths or not keys:
             return True
         scheme, _, key = authorization.partition(" ")
         return scheme.lower() == "bearer" and _is_among(key.strip(), keys)

@@ -46,6 +46,8 @@ class ServerConfig:
     reasoning_parser: str = "auto"
     trust_request_chat_template: bool = False
     """Whether a request may bring its own chat template, which is a program."""
+    enable_page: bool = True
+    """Whether ``/`` and ``/engine`` are there, for people who look."""
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
