@@ -18,6 +18,22 @@ from tellin.settings import Settings
 
 
 @dataclass(frozen=True)
+class PoolerConfig:
+    """How an embedding is made of hidden states: as the model's files say, or the user."""
+
+    pooling_type: str = "LAST"
+    """LAST or CLS (the last or the first token's state) or MEAN (of all tokens)."""
+    use_activation: bool = True
+    """Scale embeddings to L2 norm 1, unless a request says otherwise."""
+    is_matryoshka: bool = False
+    """The model was trained to have its embeddings cut short (``dimensions``)."""
+    matryoshka_dimensions: tuple[int, ...] = ()
+    """Lengths that are allowed; empty = all."""
+    max_seq_length: int | None = None
+    """Longest input the embeddings were made for, in tokens; None = the model's context."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The model as the shell and the core need to know it; no tensors."""
 
@@ -59,6 +75,8 @@ class ModelConfig:
     """``native`` or ``reference``."""
     tokenizer_path: Path | None = None
     """File or folder of the tokenizer; None = ``path``."""
+    pooler_config: PoolerConfig | None = None
+    """Set exactly when ``runner_type`` is ``pooling``."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +221,9 @@ class EngineArgs:
     served_model_name: str | None = None
     """Name of the model in metrics and in the API; None = ``model``."""
     runner: str = "auto"
-    """generate, pooling, or auto: what the model is made for."""
+    """generate, pooling (embeddings, of any model), or auto: what the model is made for."""
+    pooler_config: dict[str, Any] | PoolerConfig | None = None
+    """How to pool, where the model's files say nothing or are to be overruled."""
     dtype: str = "auto"
     """auto or float32: weights stay as stored, activations are float32."""
     seed: int = 0
@@ -332,7 +352,6 @@ _UNSUPPORTED_ENGINE_ARGS = {
     "limit_mm_per_prompt": "multimodal prompts are not supported",
     "mm_processor_kwargs": "multimodal prompts are not supported",
     "compilation_config": "nothing is compiled at run time",
-    "pooler_config": "pooling follows the model's own configuration",
 }
 
 

@@ -123,7 +123,7 @@ def test_bad_values_are_refused_by_name(name: str, bad: list[Any]) -> None:
         {"dtype": "bfloat16"},
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
-        {"runner": "pooling"},
+        {"pooler_config": {"pooling_type": "CLS"}},
         {"enable_lora": True},
         {"reasoning_parser": "think"},
         {"structured_outputs_config": {"reasoning_parser": "think"}},

@@ -629,7 +629,7 @@ def test_pool1_pool2_pool3_refusals(embedder: LLM, llm: LLM) -> None:
         embedder.encode("a", PoolingParams(task="token_embed"), pooling_task="embed")
     with pytest.raises(UnsupportedFeatureError, match="generate"):
         embedder.generate("a")
-    with pytest.raises(UnsupportedFeatureError, match="generates text"):
+    with pytest.raises(UnsupportedFeatureError, match="generate text"):
         llm.embed("a")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from tellin.checks import check_float, check_int
+from tellin.checks import check_bool, check_float, check_int
 from tellin.config import (
     CacheConfig,
     EngineArgs,
@@ -20,6 +20,7 @@ from tellin.config import (
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
+    PoolerConfig,
     SchedulerConfig,
     SpeculativeConfig,
     StructuredOutputsConfig,
@@ -39,6 +40,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "int8")
+POOLING_TYPES = ("LAST", "CLS", "MEAN")
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
 
 _T = TypeVar("_T")
@@ -65,11 +67,12 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
     path = resolve_model(str(args.model), settings, download=args.download)
     metadata = open_metadata(path)
     model_config = _model_config(args, path, metadata)
-    cache_config = _cache_config(args)
+    whole_prompts = _pools_whole_prompts(metadata, model_config)
+    cache_config = _cache_config(args, whole_prompts)
     return EngineConfig(
         model_config=model_config,
         cache_config=cache_config,
-        scheduler_config=_scheduler_config(args, model_config, cache_config),
+        scheduler_config=_scheduler_config(args, model_config, whole_prompts),
         parallel_config=_parallel_config(args, settings),
         settings=settings,
         observability_config=ObservabilityConfig(
@@ -124,12 +127,24 @@ def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> Mode
             f"dtype={args.dtype!r} is not supported: weights are used as they are stored and "
             "activations are float32; leave dtype out"
         )
-    if args.runner not in ("auto", metadata.runner_type):
+    if args.runner == "generate" and metadata.is_encoder:
         raise UnsupportedFeatureError(
-            f"runner={args.runner!r} does not suit this model, which is made for "
-            f"{metadata.runner_type!r}"
+            f"runner='generate' does not suit this model: {metadata.architecture!r} is an encoder, "
+            "made for 'pooling'"
         )
-    max_model_len, auto_max_model_len = _max_model_len(args, metadata)
+    runner_type = metadata.runner_type if args.runner == "auto" else args.runner
+    if runner_type == "pooling":
+        for name in ("speculative_config", "logits_processors"):
+            if getattr(args, name):
+                raise UnsupportedFeatureError(
+                    f"{name} is for models that generate; this one pools (runner='pooling')"
+                )
+    elif args.pooler_config is not None:
+        raise UnsupportedFeatureError(
+            "pooler_config is for models that pool; this one generates: set runner='pooling'"
+        )
+    pooler_config = _pooler_config(args, metadata) if runner_type == "pooling" else None
+    max_model_len, auto_max_model_len = _max_model_len(args, metadata, pooler_config)
     return ModelConfig(
         model=str(args.model),
         path=path,
@@ -140,7 +155,7 @@ def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> Mode
         hidden_size=metadata.hidden_size,
         num_hidden_layers=metadata.num_hidden_layers,
         served_model_name=args.served_model_name or str(args.model),
-        runner_type=metadata.runner_type,
+        runner_type=runner_type,
         dtype="auto" if args.dtype == "auto" else "float32",
         seed=check_int("seed", args.seed, -(2**63), 2**64 - 1),
         max_logprobs=check_int("max_logprobs", args.max_logprobs, -1),
@@ -155,13 +170,49 @@ def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> Mode
         activation_precision=args.activation_precision,
         backend=args.backend,
         tokenizer_path=None if args.tokenizer is None else Path(args.tokenizer),
+        pooler_config=pooler_config,
     )
 
 
-def _max_model_len(args: EngineArgs, metadata: ModelMetadata) -> tuple[int, bool]:
+def _pooler_config(args: EngineArgs, metadata: ModelMetadata) -> PoolerConfig:
+    """What the user says, before what the files say, before what suits the architecture."""
+    base = metadata.pooler or PoolerConfig("MEAN" if metadata.is_encoder else "LAST")
+    given = args.pooler_config
+    if isinstance(given, Mapping):
+        given = dict(given)
+        if isinstance(given.get("pooling_type"), str):
+            given["pooling_type"] = given["pooling_type"].upper()
+        given = dataclasses.asdict(base) | given
+        sizes = given["matryoshka_dimensions"]
+        given["matryoshka_dimensions"] = tuple(sizes) if isinstance(sizes, list) else sizes
+    config = _from_dict("pooler_config", PoolerConfig, given) or base
+    _check_choice("pooler_config.pooling_type", config.pooling_type, POOLING_TYPES)
+    check_bool("pooler_config.use_activation", config.use_activation)
+    check_bool("pooler_config.is_matryoshka", config.is_matryoshka)
+    for size in config.matryoshka_dimensions:
+        check_int("pooler_config.matryoshka_dimensions", size, 1)
+    if config.max_seq_length is not None:
+        check_int("pooler_config.max_seq_length", config.max_seq_length, 1)
+    return config
+
+
+def _pools_whole_prompts(metadata: ModelMetadata, model_config: ModelConfig) -> bool:
+    """Whether a prompt is computed in one step, without what earlier ones left in a cache.
+
+    An encoder's tokens see all of it; means and first tokens need states that a cache lacks.
+    """
+    pooler = model_config.pooler_config
+    return pooler is not None and (metadata.is_encoder or pooler.pooling_type != "LAST")
+
+
+def _max_model_len(
+    args: EngineArgs, metadata: ModelMetadata, pooler_config: PoolerConfig | None
+) -> tuple[int, bool]:
     """Context in tokens, and whether the core may lower it to what memory holds."""
     longest = metadata.context_length
     if args.max_model_len is None or args.max_model_len == -1:
+        if pooler_config is not None and pooler_config.max_seq_length is not None:
+            longest = min(longest, pooler_config.max_seq_length)
         return longest, True
     wanted = check_int("max_model_len", args.max_model_len, 1)
     if wanted > longest:
@@ -197,7 +248,7 @@ def _generation_defaults(args: EngineArgs, metadata: ModelMetadata) -> dict[str,
     return defaults | overrides
 
 
-def _cache_config(args: EngineArgs) -> CacheConfig:
+def _cache_config(args: EngineArgs, whole_prompts: bool) -> CacheConfig:
     block_size = check_int("block_size", args.block_size, 16)
     if block_size % 16:
         raise InvalidParameterError(
@@ -217,7 +268,7 @@ def _cache_config(args: EngineArgs) -> CacheConfig:
         memory_utilization=args.memory_utilization,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         kv_cache_dtype=args.kv_cache_dtype,
-        enable_prefix_caching=args.enable_prefix_caching,
+        enable_prefix_caching=args.enable_prefix_caching and not whole_prompts,
         prefix_caching_hash_algo=args.prefix_caching_hash_algo,
         enable_kv_cache_events=args.enable_kv_cache_events or args.kv_events_endpoint is not None,
         kv_cache_metrics_sample=args.kv_cache_metrics_sample,
@@ -228,7 +279,7 @@ def _cache_config(args: EngineArgs) -> CacheConfig:
 
 
 def _scheduler_config(
-    args: EngineArgs, model_config: ModelConfig, cache_config: CacheConfig
+    args: EngineArgs, model_config: ModelConfig, whole_prompts: bool
 ) -> SchedulerConfig:
     _check_choice("scheduling_policy", args.scheduling_policy, ("fcfs", "priority"))
     max_num_seqs = check_int("max_num_seqs", args.max_num_seqs, 1)
@@ -238,7 +289,7 @@ def _scheduler_config(
     else:
         # A step must be able to hold one token of every running request.
         budget = max(DEFAULT_MAX_NUM_BATCHED_TOKENS, max_num_seqs)
-        if not args.enable_chunked_prefill or model_config.runner_type == "pooling":
+        if not args.enable_chunked_prefill or whole_prompts:
             budget = max(budget, max_model_len)
     if budget < max_num_seqs:
         raise InvalidParameterError(
@@ -246,6 +297,9 @@ def _scheduler_config(
             parameter="max_num_batched_tokens",
             value=budget,
         )
+    threshold = check_int("long_prefill_token_threshold", args.long_prefill_token_threshold, 0)
+    if whole_prompts:
+        _check_whole_prompts(budget, threshold, max_model_len)
     if args.max_num_queued_reqs is not None:
         check_int("max_num_queued_reqs", args.max_num_queued_reqs, 1)
     return SchedulerConfig(
@@ -253,10 +307,8 @@ def _scheduler_config(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         policy=args.scheduling_policy,
-        enable_chunked_prefill=args.enable_chunked_prefill,
-        long_prefill_token_threshold=check_int(
-            "long_prefill_token_threshold", args.long_prefill_token_threshold, 0
-        ),
+        enable_chunked_prefill=args.enable_chunked_prefill and not whole_prompts,
+        long_prefill_token_threshold=threshold,
         max_long_partial_prefills=check_int(
             "max_long_partial_prefills", args.max_long_partial_prefills, 0
         ),
@@ -267,6 +319,20 @@ def _scheduler_config(
         watermark=check_float("watermark", args.watermark, 0, 1),
         max_num_queued_reqs=args.max_num_queued_reqs,
     )
+
+
+def _check_whole_prompts(budget: int, threshold: int, max_model_len: int) -> None:
+    for name, value, limit in (
+        ("max_num_batched_tokens", budget, max_model_len),
+        ("long_prefill_token_threshold", threshold or max_model_len, max_model_len),
+    ):
+        if value < limit:
+            raise InvalidParameterError(
+                f"{name} must be at least max_model_len ({limit}) for this model, which computes "
+                f"every prompt in one step, got {value}; leave it out or lower max_model_len",
+                parameter=name,
+                value=value,
+            )
 
 
 def _parallel_config(args: EngineArgs, settings: Settings) -> ParallelConfig:

@@ -227,11 +227,12 @@ class InputProcessor:
         tasks = [task for task in supported_tasks if task != "generate"]
         if not tasks:
             raise UnsupportedFeatureError(
-                "this model cannot pool (embed, classify); it generates text"
+                "this engine cannot pool (embed, classify): it was started to generate text; start "
+                "one with runner='pooling' for embeddings"
             )
         if pooling.task is None:
             pooling.task = next((t for t in DEFAULT_POOLING_TASKS if t in tasks), tasks[0])
-        check_pooling_params(pooling, tasks)
+        check_pooling_params(pooling, tasks, self.config.model_config)
         return pooling
 
     def _check_lora(self, lora_request: LoRARequest | None) -> None:

@@ -188,7 +188,9 @@ def check_room(
         )
 
 
-def check_pooling_params(params: PoolingParams, supported_tasks: Sequence[str]) -> None:
+def check_pooling_params(
+    params: PoolingParams, supported_tasks: Sequence[str], model: ModelConfig
+) -> None:
     """Check the task and what goes with it. ``params.task`` is set.
 
     Raises:
@@ -205,4 +207,26 @@ def check_pooling_params(params: PoolingParams, supported_tasks: Sequence[str]) 
             f"dimensions is for embeddings, not for the task {task!r}",
             parameter="dimensions",
             value=params.dimensions,
+        )
+    if params.dimensions is not None:
+        _check_dimensions(params.dimensions, model)
+
+
+def _check_dimensions(dimensions: int, model: ModelConfig) -> None:
+    pooler = model.pooler_config
+    if pooler is None or not pooler.is_matryoshka:
+        raise InvalidParameterError(
+            f"dimensions={dimensions} cuts embeddings, which this model was not trained for "
+            "(its configuration does not say matryoshka_dimensions); leave it out, or set "
+            "pooler_config={'is_matryoshka': true} if you know better",
+            parameter="dimensions",
+            value=dimensions,
+        )
+    sizes = pooler.matryoshka_dimensions
+    if (sizes and dimensions not in sizes) or dimensions > model.hidden_size:
+        allowed = ", ".join(map(str, sizes)) if sizes else f"1 to {model.hidden_size}"
+        raise InvalidParameterError(
+            f"dimensions={dimensions} is not possible; this model can do {allowed}",
+            parameter="dimensions",
+            value=dimensions,
         )

@@ -61,9 +61,9 @@ class TokenizeParams:
 
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
-    """Keep at most this many tokens; -1 = as many as the context holds with one token of output."""
-    truncation_side: str = "left"
-    """Side that is cut off."""
+    """Keep at most this many tokens; -1 = as many as the context holds (with one of output)."""
+    truncation_side: str | None = None
+    """Side that is cut off; None = left, or right where the prompt is pooled."""
 
     def with_options(self, options: Mapping[str, Any] | None) -> TokenizeParams:
         """These, changed by what a caller gave as ``tokenization_kwargs``.
@@ -92,7 +92,7 @@ class TokenizeParams:
                     parameter="truncate_prompt_tokens",
                     value=0,
                 )
-        if side not in ("left", "right"):
+        if side not in (None, "left", "right"):
             raise InvalidParameterError(
                 f"truncation_side must be left or right, got {side!r}",
                 parameter="truncation_side",

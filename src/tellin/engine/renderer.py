@@ -147,10 +147,14 @@ class Renderer:
             return rendered
         arrival_time = time.time()
         parsed = parse_prompt(prompt)
+        limit = self._truncation_limit(params)
         token_ids = parsed.token_ids
+        ends: tuple[list[int], list[int]] = ([], [])
         if token_ids is None:
             token_ids = self._tokenize(parsed, params)
-        kept = self._truncate(token_ids, params)
+            if limit is not None and len(token_ids) > limit and params.add_special_tokens:
+                ends = self._special_ends(parsed, token_ids)
+        kept = self._truncate(token_ids, limit, params, ends)
         result = RenderedPrompt(
             type="token",
             prompt_token_ids=kept,
@@ -205,23 +209,62 @@ class Renderer:
                 self._bos_text,
             )
 
-    def _truncate(self, token_ids: list[int], params: TokenizeParams) -> list[int]:
+    def _truncation_limit(self, params: TokenizeParams) -> int | None:
+        """Tokens to keep; None = all."""
         limit = params.truncate_prompt_tokens
         if limit is None:
-            return token_ids
-        longest = self.config.model_config.max_model_len - 1
-        if limit == -1:
-            limit = longest
-        elif limit > longest:
+            return None
+        model = self.config.model_config
+        pools = model.runner_type == "pooling"
+        longest = model.max_model_len if pools else model.max_model_len - 1
+        if limit > longest:
+            less = "" if pools else f" (the context of {longest + 1} tokens less one for output)"
             raise InvalidParameterError(
-                f"truncate_prompt_tokens must be at most {longest} (the context of "
-                f"{longest + 1} tokens less one for output), got {limit}",
+                f"truncate_prompt_tokens must be at most {longest}{less}, got {limit}",
                 parameter="truncate_prompt_tokens",
                 value=limit,
             )
-        if len(token_ids) <= limit:
+        return longest if limit == -1 else limit
+
+    def _special_ends(
+        self, parsed: ParsedPrompt, token_ids: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """The special tokens around a text that is to be pooled: they are never cut off.
+
+        An encoder's first token and its separator, or a decoder's end token, are part of what the
+        model was trained on; a prompt to be continued has none at its end.
+        """
+        if self.config.model_config.runner_type != "pooling" or parsed.text is None:
+            return [], []
+        plain = self.get_tokenizer().encode(parsed.text, add_special_tokens=False)
+        num_special = len(token_ids) - len(plain)
+        for start in range(num_special + 1):
+            if token_ids[start : start + len(plain)] == plain:
+                return token_ids[:start], token_ids[start + len(plain) :]
+        return [], []
+
+    def _truncate(
+        self,
+        token_ids: list[int],
+        limit: int | None,
+        params: TokenizeParams,
+        ends: tuple[list[int], list[int]],
+    ) -> list[int]:
+        if limit is None or len(token_ids) <= limit:
             return token_ids
-        return token_ids[-limit:] if params.truncation_side == "left" else token_ids[:limit]
+        first, last = ends
+        room = limit - len(first) - len(last)
+        if room < 1:
+            raise InvalidParameterError(
+                f"truncate_prompt_tokens={limit} leaves no room for the text beside the model's "
+                f"{len(first) + len(last)} special tokens",
+                parameter="truncate_prompt_tokens",
+                value=limit,
+            )
+        body = token_ids[len(first) : len(token_ids) - len(last)]
+        pools = self.config.model_config.runner_type == "pooling"
+        side = params.truncation_side or ("right" if pools else "left")
+        return first + (body[-room:] if side == "left" else body[:room]) + last
 
     # ------------------------------------------------------------------ chat
 

@@ -26,6 +26,7 @@ from tellin.outputs import (
 )
 from tellin.sampling_params import PoolingParams
 
+NO_POOLING = "none: the engine was started to generate text, not with runner='pooling'"
 TASK_METHODS = {"embed": "embed()", "classify": "classify()", "score": "score()"}
 
 
@@ -102,6 +103,7 @@ class PoolingCalls(EngineControls):
         if task is None:
             raise UnsupportedFeatureError(
                 f"score() needs a model that embeds; this one supports {', '.join(tasks)}"
+                + ("; start one with runner='pooling'" if "generate" in tasks else "")
             )
         outputs = self.encode([*first, *second], pooling_task=task, **options)
         queries, documents = outputs[: len(first)], outputs[len(first) :]
@@ -126,7 +128,7 @@ class PoolingCalls(EngineControls):
         if task not in tasks:
             raise UnsupportedFeatureError(
                 f"this model cannot do the pooling task {task!r}; it supports "
-                f"{', '.join(tasks) or 'none: it generates text'}"
+                f"{', '.join(tasks) or NO_POOLING}"
             )
 
 

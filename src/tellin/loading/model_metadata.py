@@ -13,15 +13,18 @@ from typing import Any
 
 import msgspec
 
+from tellin.config import PoolerConfig
 from tellin.exceptions import ModelLoadError
 from tellin.loading.gguf_vocab import GGUFVocabulary
 from tellin.loading.hparams import check_hparams
 from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.pooling import pooler_from_folder, pooler_from_gguf
 from tellin.loading.templates import templates_from_folder, templates_from_gguf
 from tellin.loading.tensors import ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
 
-POOLING_ARCHITECTURES = ("bert",)
+ENCODER_ARCHITECTURES = ("bert",)
+"""Those whose tokens see the whole text: they cannot generate."""
 
 _GGUF_SAMPLING = {
     "temp": "temperature",
@@ -61,6 +64,8 @@ class ModelMetadata:
     """By name; ``default`` is the usual one."""
     generation_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Sampling defaults that come with the model, under the names of `SamplingParams`."""
+    pooler: PoolerConfig | None = None
+    """How the model's files say that it pools; None = they do not."""
 
     @property
     def architecture(self) -> str:
@@ -89,9 +94,14 @@ class ModelMetadata:
         return self.chat_templates.get("default")
 
     @property
+    def is_encoder(self) -> bool:
+        """Whether every token sees the whole text, so that a text is computed in one step."""
+        return self.architecture in ENCODER_ARCHITECTURES
+
+    @property
     def runner_type(self) -> str:
-        """``generate`` or ``pooling``."""
-        return "pooling" if self.architecture in POOLING_ARCHITECTURES else "generate"
+        """``generate`` or ``pooling``: what the model is made for."""
+        return "pooling" if self.is_encoder or self.pooler is not None else "generate"
 
 
 def metadata_from_gguf(
@@ -122,6 +132,7 @@ def metadata_from_gguf(
         bos_token_id=None if vocabulary is None else vocabulary.special_id("bos"),
         chat_templates=templates_from_gguf(values),
         generation_defaults=sampling,
+        pooler=pooler_from_gguf(values, values.get_str("general.architecture", "")),
     )
 
 
@@ -158,6 +169,7 @@ def metadata_from_folder(folder: Path, hparams: ModelHParams, num_bytes: int) ->
         generation_defaults={
             name: generation[key] for key, name in _HF_SAMPLING.items() if generation.has(key)
         },
+        pooler=pooler_from_folder(folder, config),
     )
 
 

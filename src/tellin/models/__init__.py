@@ -11,7 +11,7 @@ from importlib import import_module
 from tellin.exceptions import UnsupportedModelError
 from tellin.models.plan.builder import PlanBuilder, WeightSource
 from tellin.models.plan.ir import Plan
-from tellin.models.plan.passes import optimize
+from tellin.models.plan.passes import optimize, without_head
 
 _ARCHITECTURES = {
     "bert": "bert",
@@ -34,7 +34,11 @@ def supported_architectures() -> tuple[str, ...]:
 
 
 def build_plan(
-    source: WeightSource, *, max_model_len: int | None = None, fuse: bool = True
+    source: WeightSource,
+    *,
+    max_model_len: int | None = None,
+    fuse: bool = True,
+    pooling: bool = False,
 ) -> Plan:
     """Record the plan of a model.
 
@@ -43,6 +47,7 @@ def build_plan(
         max_model_len: longest context the engine will run; None = the model's own limit.
         fuse: run the fusion passes. Without them the plan shows the architecture as recorded, one
             buffer per value; it computes the same values.
+        pooling: end with the hidden states; what makes logits of them is left out.
 
     Raises:
         UnsupportedModelError: no such architecture, or a variant of it that is not supported.
@@ -58,4 +63,6 @@ def build_plan(
     plan: Plan = import_module(f"tellin.models.{module_name}").record(
         PlanBuilder(source, max_model_len)
     )
+    if pooling:
+        plan = without_head(plan)
     return optimize(plan) if fuse else plan

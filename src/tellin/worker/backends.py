@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from tellin.exceptions import InvalidParameterError
 from tellin.kernels.batch import StepBatch
+from tellin.models.plan.ir import Plan, Rows
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
@@ -36,8 +37,17 @@ class Backend(Protocol):
     def forward(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         """Logits ``[num_logits, vocab_size]``: a view that the next call overwrites."""
 
+    def hidden(self) -> npt.NDArray[np.float32]:
+        """Final hidden states of the last step: a row per token, or per logits index."""
+
     def close(self) -> None:
         """Give all memory back."""
+
+
+def hidden_rows_are_tokens(backend: Backend) -> bool:
+    """Whether `Backend.hidden` has a row per token; else it has one per logits index."""
+    plan: Plan = backend.plan  # type: ignore[attr-defined]
+    return plan.hidden is not None and plan.hidden.rows is Rows.TOKENS
 
 
 def open_backend(config: EngineConfig, path: Path) -> Backend:
@@ -53,7 +63,11 @@ def open_backend(config: EngineConfig, path: Path) -> Backend:
     source = loading.open_model(path)
     try:
         backend: Backend = backend_class(model.backend)(
-            models.build_plan(source, max_model_len=model.max_model_len),
+            models.build_plan(
+                source,
+                max_model_len=model.max_model_len,
+                pooling=model.runner_type == "pooling",
+            ),
             num_threads=parallel.num_threads or config.settings.num_threads,
             isa=config.settings.isa,
             activation_precision=model.activation_precision,

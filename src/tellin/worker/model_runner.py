@@ -17,9 +17,10 @@ import numpy.typing as npt
 from tellin.exceptions import EngineError
 from tellin.kernels.sampler import Sampler, SampleResult, SampleRows
 from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tellin.worker.backends import Backend
+from tellin.worker.backends import Backend, hidden_rows_are_tokens
 from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
+from tellin.worker.pooler import Pooler, PoolRows
 from tellin.worker.prompt_logprobs import PromptLogprobs, PromptRows
 from tellin.worker.spec_decode import make_drafter
 from tellin.worker.steady_decode import SteadyDecode
@@ -51,6 +52,8 @@ class ModelRunner:
         self.drafter = make_drafter(config, self.batch)
         self._backend: Backend | None = None
         self.adopt_backend(backend)
+        self.pooler = None if model.pooler_config is None else Pooler(model.pooler_config)
+        self._pooled: dict[str, Float32Array] = {}
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}
         self._max_prompt_logits = max(_PROMPT_LOGITS_BYTES // (4 * self.vocab_size), 16)
         self._steady: SteadyDecode | None = None
@@ -147,7 +150,8 @@ class ModelRunner:
     def _admit(self, state: RequestState) -> None:
         params = state.sampling_params
         if params is None:
-            state.error = "this build cannot pool: it serves generation only"
+            if self.pooler is None:
+                state.error = "this engine cannot pool: it was started to generate"
             return
         if params.thinking_token_budget is not None:
             state.error = "thinking_token_budget: this build knows no thinking models' markers"
@@ -161,6 +165,8 @@ class ModelRunner:
     def _forget(self, req_id: str) -> None:
         self._prompt_logprobs.pop(req_id, None)
         self.processors.remove_request(req_id)
+        if self.pooler is not None:
+            self.pooler.forget(req_id)
         state = self.batch.states.get(req_id)
         if state is not None and self.drafter is not None:
             self.drafter.finish(state)
@@ -174,8 +180,14 @@ class ModelRunner:
         extra: Sequence[PromptRows] = ()
         if self._prompt_logprobs:
             extra = self._split_prompts(computed, counts)
-        excluded = [row for row, state in enumerate(states) if state.error is not None]
+        pooling = self._pool_rows(computed, counts) if self.pooler is not None else []
+        excluded = [
+            row
+            for row, state in enumerate(states)
+            if state.error is not None or state.sampling_params is None
+        ]
         extra_logits = [rows.token_rows for rows in extra]
+        extra_logits += [rows.token_rows for rows in pooling]
         inputs = build_inputs(batch, computed, counts, extra_logits, self.block_size, excluded)
         if not states:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
@@ -184,7 +196,42 @@ class ModelRunner:
         for rows in extra:
             self._fill(rows, logits[row : row + len(rows.token_rows)])
             row += len(rows.token_rows)
+        if pooling:
+            self._pool(pooling, row)
         return inputs, logits
+
+    # ------------------------------------------------------------------ pooling
+
+    def _pool_rows(self, computed: Int32Array, counts: Int32Array) -> list[PoolRows]:
+        """Rows of this step that pooling requests need."""
+        assert self.pooler is not None
+        batch, wanted = self.batch, []
+        starts = np.cumsum(counts, dtype=np.int32) - counts
+        for row, state in enumerate(batch.row_states):
+            if state.pooling_params is None or state.error is not None:
+                continue
+            num_prompt = int(batch.num_prompt_tokens[state.slot])
+            rows = self.pooler.rows(
+                state, int(starts[row]), int(computed[row]), int(counts[row]), num_prompt
+            )
+            if rows is not None:
+                wanted.append(rows)
+        return wanted
+
+    def _pool(self, wanted: list[PoolRows], first_logits_row: int) -> None:
+        """Pool from the hidden states of the pass that has just run."""
+        assert self.pooler is not None
+        hidden = self.backend.hidden()
+        by_token = hidden_rows_are_tokens(self.backend)
+        row = first_logits_row
+        for rows in wanted:
+            # A request's rows are consecutive, in either numbering.
+            count = len(rows.token_rows)
+            first = int(rows.token_rows[0]) if by_token else row
+            row += count
+            result = self.pooler.pool(rows, hidden[first : first + count])
+            if result is not None:
+                self._pooled[rows.state.req_id] = result
 
     # ------------------------------------------------------------------ prompt logprobs
 
@@ -260,6 +307,8 @@ class ModelRunner:
         for state in self.batch.row_states:
             if state.error is not None:
                 output.errors[state.req_id] = state.error
+        if self._pooled:
+            output.pooler_output, self._pooled = self._pooled, {}
         if self._prompt_logprobs:
             self._finish_prompts(inputs, output)
         if self.drafter is not None:
@@ -294,6 +343,8 @@ class ModelRunner:
     def _sample(
         self, inputs: StepInputs, logits: Float32Array, grammar: GrammarOutput | None
     ) -> tuple[SampleResult, dict[int, str]]:
+        if inputs.num_sample_logits == 0:  # unfinished prompts, or prompts to be pooled
+            return SampleResult(_range(0), _range(0)), {}
         rows = self._sample_rows(inputs, grammar)
         columns = self._num_logprob_columns(inputs)
         if not self.processors.active:

@@ -24,6 +24,7 @@ from tellin.trace import Span
 from tellin.worker.backends import Backend, open_backend
 from tellin.worker.memory import process_memory, resident_bytes
 from tellin.worker.model_runner import ModelRunner
+from tellin.worker.pooler import TASKS as POOLING_TASKS
 from tellin.worker.profiler import OperationProfile, ProfiledBackend
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ class Worker:
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Tasks of the loaded model."""
-        return ("generate",)
+        return ("generate",) if self.runner.pooler is None else POOLING_TASKS
 
     def check_health(self) -> None:
         """Raise `EngineError` if the worker cannot run. One that lives in this process can."""

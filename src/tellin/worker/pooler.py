@@ -1,0 +1,115 @@
+"""From hidden states to what a pooling request asked for: one vector, or one per token.
+
+Owns the rows that unfinished prompts have left so far, and the arithmetic of pooling: a fixed order
+over the request's own rows in float64, so that a result does not depend on the batch. It knows no
+schedule: which rows a step has is told, and what cannot be pooled is that request's error alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tellin.config import PoolerConfig
+from tellin.sampling_params import PoolingParams
+from tellin.worker.input_batch import RequestState
+
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+TASKS = ("embed", "token_embed")
+_TINY_NORM = 1e-12
+"""Divisor of an embedding of length 0, which stays 0."""
+
+
+@dataclass(frozen=True)
+class PoolRows:
+    """Rows of a step whose hidden states one request needs.
+
+    ``token_rows`` ``[n]`` are rows of the step; ``is_last``: the prompt ends with them.
+    """
+
+    state: RequestState
+    token_rows: Int32Array
+    is_last: bool
+
+
+class Pooler:
+    """Pools the requests of one worker."""
+
+    def __init__(self, config: PoolerConfig) -> None:
+        self.config = config
+        self._earlier: dict[str, list[Float32Array]] = {}
+
+    def rows(
+        self, state: RequestState, first_row: int, computed: int, count: int, num_prompt: int
+    ) -> PoolRows | None:
+        """What a request needs of a step; None if nothing.
+
+        Args:
+            first_row: of its ``count`` rows in the step.
+            computed: tokens of its prompt that were computed before.
+            num_prompt: tokens of its prompt.
+        """
+        params = state.pooling_params
+        assert params is not None
+        if params.task not in TASKS:
+            state.error = f"this model cannot do the pooling task {params.task!r}"
+            return None
+        is_last = computed + count >= num_prompt
+        wanted = np.arange(first_row, first_row + count, dtype=np.int32)
+        if params.task == "embed" and self.config.pooling_type == "LAST":
+            return PoolRows(state, wanted[-1:], True) if is_last else None
+        is_whole = is_last and computed == 0
+        if params.task == "embed" and not is_whole:
+            state.error = (
+                f"{self.config.pooling_type} pooling needs the whole prompt in one step, but "
+                f"{computed} of its {num_prompt} tokens were computed before"
+            )
+            return None
+        if params.task == "embed" and self.config.pooling_type == "CLS":
+            wanted = wanted[:1]
+        return PoolRows(state, wanted, is_last)
+
+    def pool(self, rows: PoolRows, hidden: Float32Array) -> Float32Array | None:
+        """Take a request's hidden states of a step; its result if the prompt is complete.
+
+        Args:
+            hidden: ``[n, hidden_size]``, one for each of ``rows.token_rows``; not kept.
+
+        Returns:
+            ``[dimensions]`` for embed, ``[num_tokens, dimensions]`` for token_embed.
+        """
+        state, params = rows.state, rows.state.pooling_params
+        assert params is not None
+        if params.task == "token_embed":
+            chunks = self._earlier.setdefault(state.req_id, [])
+            chunks.append(hidden.copy())
+            if not rows.is_last:
+                return None
+            pooled = np.concatenate(self._earlier.pop(state.req_id)).astype(np.float64)
+        elif self.config.pooling_type == "MEAN":
+            pooled = hidden.sum(axis=0, dtype=np.float64) / len(hidden)
+        else:
+            pooled = hidden[-1].astype(np.float64)
+        result = self._finish(pooled, params)
+        if not np.isfinite(result).all():
+            state.error = "the model gave NaN or infinite hidden states for this request"
+            return None
+        return result
+
+    def forget(self, req_id: str) -> None:
+        """Drop what an ended request has left."""
+        self._earlier.pop(req_id, None)
+
+    def _finish(self, pooled: npt.NDArray[np.float64], params: PoolingParams) -> Float32Array:
+        """Cut, then scale: a shortened vector has length 1 too."""
+        if params.dimensions is not None:
+            pooled = pooled[..., : params.dimensions]
+        activate = params.use_activation
+        if self.config.use_activation if activate is None else activate:
+            norms = np.sqrt(np.square(pooled).sum(axis=-1, keepdims=True))
+            pooled = pooled / np.maximum(norms, _TINY_NORM)
+        return pooled.astype(np.float32)
