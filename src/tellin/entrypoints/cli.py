@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": "talk to a model",
     "serve": "serve a model over HTTP with OpenAI's API",
     "run-batch": "answer a file of requests in OpenAI's batch format",
+    "bench": "measure a server, or an engine in this process",
     "pull": "fetch a model into the model store",
     "models": "list known and pulled models",
     "plan": "print the operations a model was compiled to",
