@@ -1,6 +1,8 @@
 // Micro-benchmark of the linear kernels, against what this machine can do, measured in the same run.
 //
-//   cmake --build build/dev --target bench_linear && build/dev/bench_linear [isa [threads]]
+//   cmake --build build/dev --target bench_linear && build/dev/bench_linear [isa [threads [type/act ...]]]
+//
+// for example: bench_linear avx512 2 Q4_0/int8 Q4_1/int16.
 //
 // For each storage type, activation precision and number of tokens: one core's multiply-accumulates per
 // second on a matrix that stays in its cache, as a share of the widest multiply-accumulate instruction's
@@ -243,7 +245,7 @@ int main(int argc, char** argv) {
   const int num_threads =
       argc > 2 ? std::atoi(argv[2]) : static_cast<int>(std::thread::hardware_concurrency());
   if (kernels == nullptr || num_threads < 1) {
-    std::fprintf(stderr, "usage: bench_linear [isa [threads]]; this machine has:");
+    std::fprintf(stderr, "usage: bench_linear [isa [threads [type/act ...]]]; this machine has:");
     for (int i = 0; i < num_linear_variants(); ++i) std::fprintf(stderr, " %s", linear_variant(i)->isa);
     std::fprintf(stderr, "\n");
     return 2;
@@ -255,9 +257,14 @@ int main(int argc, char** argv) {
               kernels->isa, num_threads, int_ceiling * 1e-9, float_ceiling * 1e-9, bandwidth * 1e-9);
   std::printf("%-6s%-6s%7s%14s%8s%16s%8s\n", "type", "act", "tokens", "GMAC/s, core", "share",
               "GB/s, streamed", "share");
+  const auto wanted = [&](const Type& type, const Precision& p) {
+    const std::string name = std::string(type.name) + "/" + p.name;
+    return argc <= 3 || std::find(argv + 3, argv + argc, name) != argv + argc;
+  };
   for (const Type& type : kTypes) {
     for (const Precision& p : kPrecisions) {
       if (type.is_float && p.precision != ActPrecision::kFloat32) continue;
+      if (!wanted(type, p)) continue;
       Case c(*kernels, type, p.precision, arena);
       // Two planes of activations take two products.
       const double ceiling = p.precision == ActPrecision::kFloat32 ? float_ceiling
