@@ -29,7 +29,12 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x,
                          ActPrecision precision, std::vector<LinearPart> parts)
-    : kernels_(kernels), num_threads_(num_threads), x_(x), precision_(precision), parts_(std::move(parts)) {
+    : kernels_(kernels),
+      num_threads_(num_threads),
+      x_(x),
+      precision_(precision),
+      parts_(std::move(parts)),
+      shares_(num_threads) {
   int64_t total_bytes = 0;
   bool needs_scratch = false;
   for (const LinearPart& part : parts_) {
@@ -77,10 +82,13 @@ int64_t LinearStage::prepare(const Pass& pass) noexcept {
     tile_rows_ = divide_up(divide_up(num_rows_, tiles), kRowStep) * kRowStep;
   }
   num_tiles_ = divide_up(num_rows_, tile_rows_);
-  return num_tiles_ * static_cast<int64_t>(chunks_->size());
+  const int64_t num_tasks = num_tiles_ * static_cast<int64_t>(chunks_->size());
+  shares_.deal(num_tasks);
+  return num_tasks;
 }
 
-void LinearStage::run(int64_t task, int member) noexcept {
+void LinearStage::run(int64_t, int member) noexcept {
+  const int64_t task = shares_.take(member);
   const Chunk& chunk = (*chunks_)[static_cast<size_t>(task / num_tiles_)];
   const LinearPart& part = parts_[static_cast<size_t>(chunk.part)];
   const int64_t m0 = task % num_tiles_ * tile_rows_;
