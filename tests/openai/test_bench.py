@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import json
 import random
+import socket
 import socketserver
 import statistics
 import threading
@@ -162,18 +163,15 @@ def test_arrivals_are_a_poisson_process_whatever_the_answers(
 
 
 def test_a_timeout_is_a_failure() -> None:
-    async def main() -> RequestResult:
-        async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.read()
-            writer.close()
+    async def main(port: int) -> RequestResult:
+        client = HttpClient(f"http://127.0.0.1:{port}")
+        options = LoadOptions("m", True, 1, timeout_s=0.1)
+        result = await load.send(client, BenchRequest(prompt="x"), options)
+        await client.aclose()
+        return result
 
-        async with await asyncio.start_server(silent, "127.0.0.1", 0) as listener:
-            port = listener.sockets[0].getsockname()[1]
-            client = HttpClient(f"http://127.0.0.1:{port}")
-            options = LoadOptions("m", True, 1, timeout_s=0.1)
-            return await load.send(client, BenchRequest(prompt="x"), options)
-
-    result = asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        result = asyncio.run(main(silent.getsockname()[1]))
     assert result.error == "no end within 0.1 s"
 
 
