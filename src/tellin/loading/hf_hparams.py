@@ -160,6 +160,12 @@ class _Reader:
 
     def bert(self) -> ModelHParams:
         config = self.config
+        for name in config.get_strings("architectures") if config.has("architectures") else ():
+            if name.endswith("ForSequenceClassification"):
+                raise UnsupportedModelError(
+                    f"{self.path}: {name} (a classifier or cross-encoder) is not supported; "
+                    "supported are encoders that embed"
+                )
         positions = config.get_str("position_embedding_type", "absolute")
         if positions != "absolute":
             raise UnsupportedModelError(f"{self.path}: {positions!r} positions are not supported")

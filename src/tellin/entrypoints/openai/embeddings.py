@@ -1,7 +1,12 @@
-"""``/v1/embeddings``: vectors of texts, for models made for it."""
+"""``/v1/embeddings``: vectors of texts, for models made for it.
+
+All inputs of a call are in the engine together, so that they share steps; what one of them fails
+with is the answer, and the others are aborted.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 import uuid
@@ -16,6 +21,8 @@ from tellin.outputs import EmbeddingOutput, PoolingRequestOutput
 from tellin.sampling_params import PoolingParams
 
 MAX_INPUTS = 2048
+MAX_IN_FLIGHT = 64
+"""Inputs of one call that are in the engine at a time: more would only fill its queue."""
 
 
 class EmbeddingService:
@@ -35,7 +42,7 @@ class EmbeddingService:
         if "embed" not in tasks:
             raise bad_request(
                 f"the model {context.model_name!r} does not make embeddings; it supports: "
-                f"{', '.join(tasks)}",
+                f"{', '.join(tasks)} (a server started with --set runner=pooling embeds)",
                 "model",
                 "unsupported_model",
             )
@@ -48,12 +55,28 @@ class EmbeddingService:
         )
         rendered = await context.engine.renderer.render_cmpl_async(inputs, tok_params)
         data, num_tokens = [], 0
-        for index, prompt in enumerate(rendered):
-            output = await self._run(prompt, params)
+        for index, output in enumerate(await self._run_all(rendered, params)):
             vector = EmbeddingOutput.from_base(output.outputs).embedding
             num_tokens += len(output.prompt_token_ids)
             data.append(Embedding(index, _encode(vector, request.encoding_format)))
         return EmbeddingList(context.model_name, data, Usage(num_tokens, 0, num_tokens))
+
+    async def _run_all(
+        self, prompts: list[RenderedPrompt], params: PoolingParams
+    ) -> list[PoolingRequestOutput]:
+        seats = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+        async def seated(prompt: RenderedPrompt) -> PoolingRequestOutput:
+            async with seats:
+                return await self._run(prompt, params)
+
+        tasks = [asyncio.ensure_future(seated(prompt)) for prompt in prompts]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, prompt: RenderedPrompt, params: PoolingParams) -> PoolingRequestOutput:
         context = self.context
