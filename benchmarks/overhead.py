@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(model: str, num_streams: int, *, sampled: bool = False) -> dict[str, Any]:
     """Median seconds per step in which all streams decode: whole, forward, sample, and the rest."""
-    from tellin import LLM, SamplingParams
+    from tellin import LLM, RequestOutput, SamplingParams
 
     params = SamplingParams(
         max_tokens=NUM_STEPS + 1,
@@ -69,7 +69,7 @@ def measure(model: str, num_streams: int, *, sampled: bool = False) -> dict[str,
         while engine.has_unfinished_requests():
             parts.update(forward=0.0, sample=0.0)
             started = time.perf_counter()
-            outputs = engine.step()
+            outputs = [out for out in engine.step() if isinstance(out, RequestOutput)]
             step_s = time.perf_counter() - started
             decoding = len(outputs) == num_streams and len(outputs[0].outputs[0].token_ids) > 1
             if decoding and not outputs[0].finished:
@@ -97,11 +97,13 @@ def _timed_native_calls(parts: dict[str, float]) -> Iterator[None]:
 
         return call
 
-    forward, sample = NativeBackend.forward, Sampler.sample
-    NativeBackend.forward = timed("forward", forward)  # type: ignore[method-assign]
-    Sampler.sample = timed("sample", sample)  # type: ignore[method-assign]
+    methods: list[tuple[type, str, str]] = [(NativeBackend, "forward", "forward")]
+    methods += [(Sampler, name, "sample") for name in ("sample", "sample_into")]
+    originals = [getattr(owner, name) for owner, name, _ in methods]
+    for (owner, name, part), original in zip(methods, originals, strict=True):
+        setattr(owner, name, timed(part, original))
     try:
         yield
     finally:
-        NativeBackend.forward = forward  # type: ignore[method-assign]
-        Sampler.sample = sample  # type: ignore[method-assign]
+        for (owner, name, _), original in zip(methods, originals, strict=True):
+            setattr(owner, name, original)
