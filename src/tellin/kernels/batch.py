@@ -28,3 +28,5 @@ class StepBatch:
     """``[R, max_blocks]`` cache blocks of each request; entries past its length are ignored."""
     logits_indices: npt.NDArray[np.int32]
     """``[L]`` rows whose logits are wanted."""
+    adapter_slots: npt.NDArray[np.int32] | None = None
+    """``[R]`` slot of each request's LoRA adapter, -1 = none; None = no request has one."""

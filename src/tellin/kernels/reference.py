@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,7 @@ class ReferenceBackend:
         tensors = dict.fromkeys(tensor for op in plan.ops for tensor in op.weights)
         self._weights: dict[TensorRef, Floats] = {t: dequantize(t) for t in tensors}
         self._values: dict[int, Floats] = {}
+        self._adapters: dict[int, Mapping[str, tuple[Floats, Floats]]] = {}
         self._kv_cache: list[tuple[Floats, Floats]] | None = None
         self._batch: StepBatch | None = None
         self.info: dict[str, Any] = {
@@ -94,6 +95,14 @@ class ReferenceBackend:
             for keys, values in self._cache():
                 keys[dst] = keys[src]
                 values[dst] = values[src]
+
+    def set_adapter(self, slot: int, weights: Mapping[str, tuple[Floats, Floats]]) -> None:
+        """Put a LoRA adapter into a slot: by site, A ``[rank, in]`` and B ``[out, rank]``."""
+        self._adapters[slot] = dict(weights)
+
+    def clear_adapter(self, slot: int) -> None:
+        """Empty a slot."""
+        self._adapters.pop(slot, None)
 
     def close(self) -> None:
         """Give all memory back; the backend cannot run afterwards."""
@@ -192,6 +201,22 @@ class ReferenceBackend:
         gate = self._project(x, op.gate, op.gate_bias)
         up = self._project(x, op.up, op.up_bias)
         self._set(op.out, _ACTIVATIONS[op.act](gate) * up)
+
+    def _lora(self, op: ir.Lora) -> None:
+        batch = self._step()
+        if batch.adapter_slots is None:
+            return
+        slots = np.repeat(batch.adapter_slots, np.diff(batch.query_start_loc))
+        if op.x.rows is ir.Rows.LOGITS:
+            slots = slots[batch.logits_indices]
+        x = self._get(op.x)
+        for site, buffer in op.parts:
+            out = self._get(buffer).copy()
+            for row in np.flatnonzero(slots >= 0).tolist():
+                weights = self._adapters[int(slots[row])].get(site)
+                if weights is not None:
+                    out[row] += weights[1] @ (weights[0] @ x[row])
+            self._set(buffer, out)
 
     def _rope(self, op: ir.Rope) -> None:
         x = self._get(op.x)
@@ -341,6 +366,7 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Linear: ReferenceBackend._linear,
     ir.MultiLinear: ReferenceBackend._multi_linear,
     ir.GatedLinear: ReferenceBackend._gated_linear,
+    ir.Lora: ReferenceBackend._lora,
     ir.Rope: ReferenceBackend._rope,
     ir.Attention: ReferenceBackend._attention,
     ir.ActMul: ReferenceBackend._act_mul,

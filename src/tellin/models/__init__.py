@@ -11,7 +11,7 @@ from importlib import import_module
 from tellin.exceptions import UnsupportedModelError
 from tellin.models.plan.builder import PlanBuilder, WeightSource
 from tellin.models.plan.ir import Plan
-from tellin.models.plan.passes import optimize, without_head
+from tellin.models.plan.passes import optimize, with_lora, without_head
 
 _ARCHITECTURES = {
     "bert": "bert",
@@ -39,6 +39,7 @@ def build_plan(
     max_model_len: int | None = None,
     fuse: bool = True,
     pooling: bool = False,
+    max_lora_rank: int | None = None,
 ) -> Plan:
     """Record the plan of a model.
 
@@ -48,6 +49,7 @@ def build_plan(
         fuse: run the fusion passes. Without them the plan shows the architecture as recorded, one
             buffer per value; it computes the same values.
         pooling: end with the hidden states; what makes logits of them is left out.
+        max_lora_rank: let LoRA adapters of at most this rank change linear layers; None = none.
 
     Raises:
         UnsupportedModelError: no such architecture, or a variant of it that is not supported.
@@ -65,4 +67,6 @@ def build_plan(
     )
     if pooling:
         plan = without_head(plan)
+    if max_lora_rank is not None:
+        plan = with_lora(plan, max_lora_rank)
     return optimize(plan) if fuse else plan

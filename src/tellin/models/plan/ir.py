@@ -178,6 +178,29 @@ class GatedLinear(Op):
 
 
 @dataclass(frozen=True)
+class Lora(Op):
+    """``out += (x @ A.T) @ B.T`` in place, for rows of requests that have a LoRA adapter.
+
+    ``parts[i] = (site, out)``: a site is a linear layer, named as its weight is without
+    ``.weight``. A ``(rank, x.width)`` and B ``(out.width, rank)``, rank at most ``max_rank``, are
+    given to the backend while it runs. Rows without an adapter, or whose adapter has nothing for a
+    site, are left as they are. Source: Hu et al. 2021 (LoRA), eq. 3.
+    """
+
+    x: Buffer
+    parts: tuple[tuple[str, Buffer], ...]
+    max_rank: int
+
+    @property
+    def reads(self) -> tuple[Buffer, ...]:
+        return (self.x, *self.writes)
+
+    @property
+    def writes(self) -> tuple[Buffer, ...]:
+        return tuple(out for _, out in self.parts)
+
+
+@dataclass(frozen=True)
 class Rope(Op):
     """Rotate each head of ``x`` in place by its token's position.
 
@@ -307,3 +330,13 @@ class Plan:
     vocab_size: int
     hidden_size: int
     hidden: Buffer | None = None
+
+    @property
+    def lora_sites(self) -> dict[str, tuple[int, int]]:
+        """Linear layers that adapters may change: ``(input, output)`` width by name."""
+        return {
+            site: (op.x.width, out.width)
+            for op in self.ops
+            if isinstance(op, Lora)
+            for site, out in op.parts
+        }

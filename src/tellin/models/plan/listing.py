@@ -205,6 +205,12 @@ def _attention(op: ir.Attention) -> str:
     return f"attend({operands}) {op.num_heads}/{op.num_kv_heads} heads, {mask}"
 
 
+def _lora(op: ir.Lora) -> str:
+    return ", ".join(
+        f"{_name(out)} + B{i} (A{i} {_name(op.x)})" for i, (_, out) in enumerate(op.parts, 1)
+    )
+
+
 _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.Embed: lambda op: "W[token_ids]" + (f" * {op.scale:g}" if op.scale != 1 else ""),
     ir.RmsNorm: _norm,
@@ -212,6 +218,7 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.Linear: _linear,
     ir.MultiLinear: _multi_linear,
     ir.GatedLinear: _gated_linear,
+    ir.Lora: _lora,
     ir.Rope: _rope,
     ir.Attention: _attention,
     ir.ActMul: lambda op: f"{op.act}({_name(op.gate)}) * {_name(op.up)}",
@@ -223,7 +230,7 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.Scale: lambda op: f"{_name(op.x)} * {op.factor:g}",
     ir.Softcap: lambda op: f"{op.cap:g} tanh({_name(op.x)} / {op.cap:g})",
 }
-"""W is the (first, second ...) weight, c its bias."""
+"""W is the (first, second ...) weight, c its bias; A and B are an adapter's matrices."""
 
 
 # ---- buffers and totals ----------------------------------------------------------------------

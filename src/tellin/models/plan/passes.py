@@ -7,6 +7,7 @@ moves an operation where nothing between the two places changes its inputs.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -38,6 +39,50 @@ def without_head(plan: Plan) -> Plan:
         raise ValueError(f"the plan of {plan.architecture!r} names no hidden states")
     last = max(i for i, op in enumerate(plan.ops) if plan.hidden in op.writes)
     return _rebuild(replace(plan, output=plan.hidden), plan.ops[: last + 1])
+
+
+# ---- adapters --------------------------------------------------------------------------------
+
+LORA_SITE = re.compile(
+    r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)(?=\.weight\Z)"
+)
+"""Linear layers that adapters may change."""
+
+
+def with_lora(plan: Plan, max_rank: int) -> Plan:
+    """The recorded plan with a `Lora` after every linear layer that adapters may change.
+
+    Linear layers whose result such an operation changes are not fused with what comes after them.
+    """
+    ops: list[Op] = []
+    for op in plan.ops:
+        ops.append(op)
+        if _is_plain_linear(op) and (match := LORA_SITE.match(op.weight.name)):
+            ops.append(ir.Lora(op.x, ((match[0], op.out),), max_rank))
+    return replace(plan, ops=tuple(ops))
+
+
+def fuse_loras(plan: Plan) -> Plan:
+    """Neighbouring `Lora` operations of one input become one, at the place of the first.
+
+    The fusion of linear layers has brought the layers that they follow together before.
+    """
+    flow = _Flow.of(plan)
+    ops: list[Op | None] = list(plan.ops)
+    first_of: dict[Buffer, int] = {}
+    for i, op in enumerate(plan.ops):
+        if not isinstance(op, ir.Lora):
+            continue
+        first = first_of.setdefault(op.x, i)
+        head = ops[first]
+        assert isinstance(head, ir.Lora)
+        touched = {j for out in op.writes for j in (*flow.writers[out], *flow.readers[out])}
+        if first == i or any(first <= j < i for j in (*touched, *flow.writers[op.x])):
+            first_of[op.x] = i
+            continue
+        ops[first] = replace(head, parts=head.parts + op.parts)
+        ops[i] = None
+    return _rebuild(plan, ops)
 
 
 # ---- fusion ----------------------------------------------------------------------------------
@@ -108,8 +153,8 @@ def fuse_multi_linears(plan: Plan) -> Plan:
 # ---- rows ------------------------------------------------------------------------------------
 
 _ROWWISE = (
-    ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.MultiLinear, ir.GatedLinear, ir.ActMul, ir.Activation,
-    ir.Add, ir.AddBias, ir.Scale, ir.Softcap,
+    ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.MultiLinear, ir.GatedLinear, ir.Lora, ir.ActMul,
+    ir.Activation, ir.Add, ir.AddBias, ir.Scale, ir.Softcap,
 )  # fmt: skip
 """Operations whose result for a row depends on nothing but that row."""
 
@@ -236,6 +281,7 @@ PASSES: tuple[Pass, ...] = (
     fuse_gated_linears,
     fuse_residuals,
     fuse_multi_linears,
+    fuse_loras,
     gather_early,
     reuse_buffers,
 )
@@ -282,6 +328,9 @@ def _replace_buffers(op: Op, mapping: Mapping[Buffer, Buffer]) -> Op:
     if isinstance(op, ir.MultiLinear):
         parts = tuple((w, bias, mapping.get(out, out)) for w, bias, out in op.parts)
         return ir.MultiLinear(mapping.get(op.x, op.x), parts)
+    if isinstance(op, ir.Lora):
+        outs = tuple((site, mapping.get(out, out)) for site, out in op.parts)
+        return replace(op, x=mapping.get(op.x, op.x), parts=outs)
     changes = {
         f.name: mapping[value]
         for f in fields(op)
