@@ -2,6 +2,7 @@
 // values are the program's; nanobind checks types, dimensions and contiguity.
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -10,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -29,6 +31,8 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Spans = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>, nb::c_contig>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
+using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using LoraTuple = std::tuple<int, Matrix, Matrix>;  // site, A, B
 using PartTuple = std::tuple<int, int, int>;  // weight, bias, out
 
 TensorView tensor_view(int type, const Bytes& data, int64_t rows, int64_t columns) {
@@ -97,8 +101,26 @@ class BoundProgram {
     program.copy_kv_block(source, target);
   }
 
+  void set_adapter(int slot, const std::vector<LoraTuple>& weights) {
+    std::vector<LoraWeights> list;
+    for (const auto& [site, a, b] : weights) {
+      if (a.shape(0) != b.shape(1)) throw std::invalid_argument("A has another rank than B");
+      list.push_back({site, a.data(), b.data(), static_cast<int64_t>(a.shape(0)),
+                      static_cast<int64_t>(a.shape(1)), static_cast<int64_t>(b.shape(0))});
+    }
+    const nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex);
+    program.set_adapter(slot, list);
+  }
+  void clear_adapter(int slot) {
+    const nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex);
+    program.clear_adapter(slot);
+  }
+
   Rows forward(const Ints& token_ids, const Ints& positions, const Ints& query_start_loc,
-               const Ints& seq_lens, const Table& block_table, const Ints& logits_indices) {
+               const Ints& seq_lens, const Table& block_table, const Ints& logits_indices,
+               const std::optional<Ints>& adapter_slots) {
     StepInput input;
     input.token_ids = token_ids.data();
     input.positions = positions.data();
@@ -115,6 +137,12 @@ class BoundProgram {
     }
     if (query_start_loc.shape(0) != seq_lens.shape(0) + 1) {
       throw std::invalid_argument("query_start_loc must have one more entry than seq_lens");
+    }
+    if (adapter_slots.has_value()) {
+      input.adapter_slots = adapter_slots->data();
+      if (adapter_slots->shape(0) != seq_lens.shape(0)) {
+        throw std::invalid_argument("adapter_slots must have as many entries as seq_lens");
+      }
     }
     if (block_table.shape(0) != seq_lens.shape(0)) {
       throw std::invalid_argument("block_table must have one row per request");
@@ -276,13 +304,21 @@ void bind_runtime(nb::module_& m) {
             p.program.finalize(output, hidden, vocab_size);
           },
           "output"_a, "hidden"_a, "vocab_size"_a)
+      .def(
+          "lora",
+          [](BoundProgram& p, int x, const std::vector<int>& outs, int64_t max_rank) {
+            return p.program.lora(x, outs, max_rank);
+          },
+          "x"_a, "outs"_a, "max_rank"_a)
+      .def("set_adapter", &BoundProgram::set_adapter, "slot"_a, "weights"_a)
+      .def("clear_adapter", &BoundProgram::clear_adapter, "slot"_a)
       .def("pack_weight", &BoundProgram::pack_weight, "weight"_a, "begin"_a, "end"_a)
       .def("init_kv_cache", &BoundProgram::init_kv_cache, "num_blocks"_a)
       .def("free_kv_cache", &BoundProgram::free_kv_cache)
       .def("copy_kv_block", &BoundProgram::copy_kv_block, "source"_a, "target"_a)
       .def("forward", &BoundProgram::forward, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
            "query_start_loc"_a.noconvert(), "seq_lens"_a.noconvert(), "block_table"_a.noconvert(),
-           "logits_indices"_a.noconvert())
+           "logits_indices"_a.noconvert(), "adapter_slots"_a.noconvert() = nb::none())
       .def("hidden", &BoundProgram::hidden)
       .def("set_profile", &BoundProgram::set_profile, "enabled"_a)
       .def("profile", [](BoundProgram& p) { return p.program.profile(); })

@@ -53,6 +53,7 @@ void Program::check_step(const StepInput& in) const {
   require(state.finalized, "finalize() the program before running it");
   for (const auto& weight : weights_)
     require(weight->packed_rows == weight->packed.n, "not all weights are packed");
+  check_adapters(in);
   require(in.num_requests >= 0 && in.num_tokens >= 0 && in.query_start_loc[0] == 0 &&
               in.query_start_loc[in.num_requests] == in.num_tokens,
           "query_start_loc must go from 0 to the number of tokens");
@@ -100,9 +101,10 @@ void Program::check_step(const StepInput& in) const {
 // One step, as the team sees it.
 class Program::Run final : public ThreadTeam::Job {
  public:
-  Run(State& state, const StepInput& input, const KvPool& pool, int num_threads)
-      : state_(state), input_(input), pool_(pool), num_threads_(num_threads) {
+  Run(Program& program, const StepInput& input)
+      : state_(*program.state_), input_(input), pool_(program.pool_), num_threads_(program.num_threads()) {
     cut_passes();
+    program.find_lora_rows(input, num_passes_);
     reserve_memory();
     begin_pass();
     last_time_ = Clock::now();
@@ -255,7 +257,7 @@ class Program::Run final : public ThreadTeam::Job {
 void Program::forward(const StepInput& input) {
   const Clock::time_point start = Clock::now();
   check_step(input);
-  Run run(*state_, input, pool_, num_threads());
+  Run run(*this, input);
   team_.run(run);
   state_->num_tokens = input.num_tokens;
   state_->num_logits = input.num_logits;

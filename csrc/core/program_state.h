@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention_stage.h"
+#include "lora_stage.h"
 #include "row_chain.h"
 #include "stage.h"
 #include "tellin/program.h"
@@ -50,6 +51,8 @@ struct Program::State {
   std::vector<StageEntry> stages;
   std::vector<AttentionShape> shapes;
   std::vector<AttentionScratch> scratch;  // per member
+
+  LoraState lora;
 
   // Of the running step; kept between steps for their memory.
   std::vector<int64_t> slots;

@@ -49,6 +49,7 @@ struct Gather {
 };
 
 class AttentionSchedule;
+struct LoraRows;
 
 // A step is run in passes of a bounded number of rows, so that activations stay in cache and memory stays
 // small: later passes see the KV cache of earlier ones. Logit rows are computed once, in the last pass.
@@ -62,6 +63,7 @@ struct Pass {
   std::vector<RequestRows> requests;
   std::vector<Gather> gathers;
   std::vector<std::unique_ptr<AttentionSchedule>> schedules;  // by attention shape
+  std::vector<LoraRows> lora_rows[2];                         // by kind of rows: those with an adapter
 
   int64_t num_rows(RowKind kind) const { return kind == RowKind::kTokens ? num_tokens : num_logits; }
 };

@@ -35,6 +35,15 @@ struct StepInput {
   int64_t max_blocks = 0;
   const int32_t* logits_indices = nullptr;  // [num_logits]
   int64_t num_logits = 0;
+  const int32_t* adapter_slots = nullptr;  // [num_requests], -1 = no adapter; nullptr = no request has one
+};
+
+// A LoRA adapter's matrices for one linear layer, float32 and row-major: A [rank, in], B [out, rank].
+struct LoraWeights {
+  int site;
+  const float* a;
+  const float* b;
+  int64_t rank, in, out;
 };
 
 // A tensor as it lies in its file: rows of whole blocks. Must stay valid as long as the program for
@@ -90,6 +99,9 @@ class Program {
   void layer_norm(int x, int weight, int bias, int out, float eps);
   void linear(int x, const std::vector<Part>& parts, int residual);
   void gated_linear(int x, Part gate, Part up, int out, Activation act);
+  // out += (x A^T) B^T for each of `outs`, in rows of requests with an adapter. Returns the number of the first
+  // output's site; the others follow.
+  int lora(int x, const std::vector<int>& outs, int64_t max_rank);
   void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved);
   void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
                  int64_t head_dim, float scale, int64_t window, float softcap, bool causal);
@@ -113,6 +125,11 @@ class Program {
   void copy_kv_block(int64_t source, int64_t target) { pool_.copy_block(source, target); }
   int64_t kv_bytes_per_block() const { return pool_.block_bytes(); }
   int64_t num_kv_blocks() const { return pool_.num_blocks(); }
+
+  // Loads an adapter into a slot, in the place of what was there. The matrices are copied.
+  void set_adapter(int slot, const std::vector<LoraWeights>& weights);
+  void clear_adapter(int slot);
+  static constexpr int kMaxAdapterSlots = 4096;
 
   void forward(const StepInput& input);
   RowsView output() const { return view(output_); }
@@ -144,6 +161,8 @@ class Program {
   const Weight& checked_weight(int id, const Buffer& input) const;
   void add_linear(Buffer& input, ActPrecision precision, std::vector<LinearPart> parts);
   void check_step(const StepInput& input) const;
+  void check_adapters(const StepInput& input) const;
+  void find_lora_rows(const StepInput& input, size_t num_passes);
   RowsView view(int buffer) const;
 
   ThreadTeam team_;

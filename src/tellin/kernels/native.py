@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -105,6 +105,7 @@ class NativeBackend:
             raise OutOfMemoryError("the packed weights do not fit into memory") from error
         self.op_stages: tuple[int, ...] = tuple(compiler.op_stages)
         """For each operation of the plan the stage, an index of `listing`, that computes it."""
+        self._lora_sites = compiler.lora_sites
         self.info: dict[str, Any] = {
             "backend": "native",
             "isa": program.isa,
@@ -144,6 +145,33 @@ class NativeBackend:
         for source, target in src_dst_pairs:
             program.copy_kv_block(source, target)
 
+    # ---- adapters ----------------------------------------------------------------------------
+
+    def set_adapter(
+        self,
+        slot: int,
+        weights: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
+    ) -> None:
+        """Load a LoRA adapter into a slot, in the place of what was there.
+
+        Args:
+            weights: by site of `Plan.lora_sites` A ``[rank, in]`` and B ``[out, rank]``, scaled.
+
+        Raises:
+            KeyError, ValueError: a site or a shape that the plan does not have.
+            OutOfMemoryError: the packed matrices do not fit.
+        """
+        try:
+            self._live().set_adapter(
+                slot, [(self._lora_sites[site], a, b) for site, (a, b) in weights.items()]
+            )
+        except MemoryError as error:
+            raise OutOfMemoryError("the LoRA adapter does not fit into memory") from error
+
+    def clear_adapter(self, slot: int) -> None:
+        """Empty a slot and give its memory back."""
+        self._live().clear_adapter(slot)
+
     def close(self) -> None:
         """Give all memory back; the backend cannot run afterwards. Views of results stay valid."""
         self._program = None
@@ -166,6 +194,7 @@ class NativeBackend:
             batch.seq_lens,
             batch.block_table,
             batch.logits_indices,
+            batch.adapter_slots,
         )
 
     def hidden(self) -> npt.NDArray[np.float32]:
@@ -269,6 +298,7 @@ class _Compiler:
         self.vectors: dict[tuple[int, float], int] = {}
         self.rotaries: dict[ir.RotaryTable, int] = {}
         self.op_stages: list[int] = []
+        self.lora_sites: dict[str, int] = {}
 
     def run(self) -> None:
         for buffer in self.plan.buffers:
@@ -376,6 +406,11 @@ class _Compiler:
         up = (self._weight(op, op.up), self._vector(op, op.up_bias), out)
         self._call(op, self.program.gated_linear, self._buffer(op.x), gate, up, out, op.act)
 
+    def _lora(self, op: ir.Lora) -> None:
+        outs = [self._buffer(out) for out in op.writes]
+        first: int = self._call(op, self.program.lora, self._buffer(op.x), outs, op.max_rank)
+        self.lora_sites |= {site: first + i for i, (site, _) in enumerate(op.parts)}
+
     def _rope(self, op: ir.Rope) -> None:
         self._call(
             op,
@@ -439,6 +474,7 @@ _EMIT: dict[type[ir.Op], Callable[[_Compiler, Any], None]] = {
     ir.Linear: _Compiler._linear,
     ir.MultiLinear: _Compiler._multi_linear,
     ir.GatedLinear: _Compiler._gated_linear,
+    ir.Lora: _Compiler._lora,
     ir.Rope: _Compiler._rope,
     ir.Attention: _Compiler._attention,
     ir.ActMul: _Compiler._act_mul,

@@ -180,7 +180,15 @@ def gather_early(plan: Plan) -> Plan:
         narrow[x] = new
         return new
 
+    flow = _Flow.of(plan)
+    begin = min(late, default=0)
     for i, op in enumerate(plan.ops):
+        if i == begin and late:
+            # All that is there already, at once: a backend can then run the token rows of a long
+            # step in several passes, and the logit rows after them.
+            reads = [x for j in sorted(late) for x in plan.ops[j].reads]
+            early = [x for x in dict.fromkeys(reads) if flow.writers[x][-1] < begin]
+            ops += [ir.GatherRows(x, narrowed(x)) for x in early]
         if i in late:
             ops += [ir.GatherRows(x, narrowed(x)) for x in op.reads if x not in narrow]
             for x in op.writes:
