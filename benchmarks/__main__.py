@@ -16,6 +16,7 @@ from benchmarks import (
     overhead,
     rounding,
     scheduler_cost,
+    speculation,
 )
 
 
@@ -40,6 +41,9 @@ def main() -> int:
     one = commands.add_parser("ceilings", help="what this machine could do at best")
     one.add_argument("--cache", type=Path, help="where to build (default: TELLIN_HOME/bench)")
     one.add_argument("--threads", type=int)
+    speculation.add_arguments(
+        commands.add_parser("speculation", help="gain and cost of speculative decoding")
+    )
     commands.add_parser("scheduler", help="cost per step as requests grow in number")
     two = commands.add_parser("diff", help="two result files of compare, case by case")
     two.add_argument("before", type=Path)
@@ -55,6 +59,8 @@ def main() -> int:
         return overhead.run(args)
     if args.command == "boundary":
         return boundary.run(args)
+    if args.command == "speculation":
+        return speculation.run(args)
     if args.command == "scheduler":
         print(scheduler_cost.run())
         return 0

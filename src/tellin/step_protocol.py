@@ -90,7 +90,8 @@ class SchedulerOutput(msgspec.Struct):
     before anything else is applied; an id may be in it and be new again in the same step. Likewise
     an id may be preempted and resumed in the same step. ``kv_block_copies`` are ``(source,
     destination)`` KV blocks of all layers, to be copied one after the other, in this order, before
-    the forward pass.
+    the forward pass. After the step up to ``num_spec_tokens_to_schedule`` ids are drafted for each
+    request, or as many as ``spec_token_limits`` says of it.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -104,6 +105,7 @@ class SchedulerOutput(msgspec.Struct):
     num_spec_tokens_to_schedule: int = 0
     step_counter: int = 0
     kv_block_copies: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    spec_token_limits: dict[str, int] = msgspec.field(default_factory=dict)
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:
@@ -131,7 +133,7 @@ class ModelRunnerOutput(msgspec.Struct):
     last known token. ``logprobs[i]`` describes exactly these ids. ``prompt_logprobs`` appears once
     per request that asked, with the step that samples its first token. ``errors`` maps a request to
     the reason why it alone failed; ``client_errors`` are those of them that are the client's fault.
-    ``draft_token_ids`` are proposals for the next step.
+    ``draft_token_ids`` are proposals for the next step, which took ``draft_time_s``.
     """
 
     req_ids: list[str]
@@ -144,3 +146,4 @@ class ModelRunnerOutput(msgspec.Struct):
     client_errors: set[str] = msgspec.field(default_factory=set)
     draft_token_ids: dict[str, list[int]] = msgspec.field(default_factory=dict)
     model_time_s: float = 0.0
+    draft_time_s: float = 0.0

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ceilings, compare, diff, engines, overhead, report, scheduler_cost
+from benchmarks import (
+    ceilings,
+    compare,
+    diff,
+    engines,
+    overhead,
+    report,
+    scheduler_cost,
+    speculation,
+)
 from benchmarks.cases import Case
 from benchmarks.engines import Engine, EngineFailedError, EngineSpec
 from benchmarks.machine import ROOT
@@ -231,3 +240,14 @@ def test_overhead_splits_a_step(smollm2_path: Path) -> None:
     parts = row["forward_s"] + row["sample_s"] + row["rest_s"]
     assert parts == pytest.approx(row["step_s"], rel=0.5)
     assert row["forward_s"] > row["sample_s"] > 0
+
+
+@pytest.mark.slow
+def test_speculation_compares_engines_that_take_turns(smollm2_path: Path, tmp_path: Path) -> None:
+    """Same ids with and without drafts; a copied passage has right ones."""
+    (row,) = speculation.measure("ngram", ["copy"], tmp_path, num_drafts=4, max_tokens=24, rounds=1)
+    assert row["equal"]
+    assert len(row["ratios"]) == 1
+    assert row["num_draft_tokens"] >= row["num_drafts"] > 0
+    assert 0.0 < row["acceptance_rate"] <= 1.0
+    assert row["mean_acceptance_length"] > 1.0

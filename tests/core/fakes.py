@@ -82,6 +82,7 @@ class FakeExecutor:
         self.max_model_len = self.config.model_config.max_model_len
         self.rpcs: list[tuple[Any, tuple[Any, ...]]] = []
         self.draft: Callable[[str, list[int], int], list[int]] | None = None
+        self.model_time_s = self.draft_time_s = 0.0  # of a step
         self.num_computed = 0
         self.sampled: Callable[[str, list[int]], int] | None = None
         self.grammar_output: GrammarOutput | None = None
@@ -216,10 +217,9 @@ class FakeExecutor:
             sampled.append(tokens)
             mirror.token_ids += tokens
             mirror.num_computed_tokens = end
-            if self.draft is not None and tokens:
-                drafts[request_id] = self.draft(
-                    request_id, list(mirror.token_ids), step.num_spec_tokens_to_schedule
-                )
+            limit = step.spec_token_limits.get(request_id, step.num_spec_tokens_to_schedule)
+            if self.draft is not None and tokens and limit:
+                drafts[request_id] = self.draft(request_id, list(mirror.token_ids), limit)
         errors = {i: e for i, e in self.request_errors.items() if i in step.num_scheduled_tokens}
         return ModelRunnerOutput(
             list(step.num_scheduled_tokens),
@@ -227,6 +227,8 @@ class FakeExecutor:
             logprobs=self._logprobs(step, sampled),
             errors=errors,
             draft_token_ids=drafts,
+            model_time_s=self.model_time_s,
+            draft_time_s=self.draft_time_s,
         )
 
     def _slot(self, mirror: Mirror, position: int) -> tuple[int, int]:

@@ -79,12 +79,15 @@ class Request:
         "block_ids",
         "cache_salt",
         "client_index",
+        "draft_kind",
         "error",
         "error_is_client_fault",
         "events",
         "first_output_pending",
         "has_fast_update",
         "in_flight_range",
+        "is_drafting_over",
+        "is_probing",
         "last_drafted_at",
         "lora_generation",
         "lora_request",
@@ -171,11 +174,14 @@ class Request:
         self.append_token_id = self._all_token_ids.append  # the caller counts num_tokens
         self.num_prompt_tokens = self.num_tokens = len(self._all_token_ids)
         self.num_computed_tokens = 0
-        # Drafts for the next step, and how good earlier ones were (counts that fade).
+        # Drafts for the next step, and how good earlier ones were: counts that fade, by kind.
         self.spec_token_ids: list[int] = []
-        self.num_drafts_right = 0.0
-        self.num_drafts_wrong = 0.0
+        self.draft_kind = 0
+        self.num_drafts_right = [0.0, 0.0]
+        self.num_drafts_wrong = [0.0, 0.0]
         self.last_drafted_at = 0
+        self.is_drafting_over = False
+        self.is_probing = False
 
         self.max_tokens = 1
         self.min_tokens = 0

@@ -398,6 +398,9 @@ class Scheduler:
                 if r.structured_output_request is not None and r.num_computed_tokens >= r.num_tokens
             ]
         plan.num_total = self.max_num_scheduled_tokens - plan.budget
+        num_drafts, draft_limits = 0, dict[str, int]()
+        if self.num_spec_tokens:
+            num_drafts, draft_limits = self.results.spec.limits(self.running)
         return SchedulerOutput(
             plan.new,
             plan.cached,
@@ -407,9 +410,10 @@ class Scheduler:
             finished,
             preempted | plan.preempted_ids,
             grammar_ids,
-            self.results.spec.num_to_schedule(self.running) if self.num_spec_tokens else 0,
+            num_drafts,
             plan.step_counter,
             plan.copies,
+            draft_limits,
         )
 
     def update_from_output(

@@ -1,14 +1,15 @@
 """How many draft tokens each request gets, and what became of them.
 
-A draft token costs a row of the next step and gains a token if it is right. Both are measured: the
-cost of a row from the durations of decode steps, the chance to be right per request. Drafts are
-asked for only while they pay, so that speculation is never much slower than none. What is sampled
-does not depend on any of this.
+A draft token costs a row of the next step, with a draft model also a pass of that model, and gains
+a token if it is right. All of that is measured: costs from the durations of decode steps and of
+drafting, the chance to be right per request. Drafts are asked for only while they pay, so that
+speculation is never much slower than none. What is sampled does not depend on any of this.
 """
 
 from __future__ import annotations
 
-import math
+import statistics
+from collections import deque
 
 from tellin.config import SpeculativeConfig
 from tellin.core.request import Request
@@ -20,8 +21,39 @@ DEFAULT_ROW_COST = 0.25
 FORGET = 0.98
 """Weight of a step's duration after each further step: about the last 50 steps count."""
 
-RETRY_INTERVAL = 24
+OUTLIER = 1.5
+"""A duration further than this factor from what was expected counts as this factor from it: a
+machine that stalls must not be taken for rows that are dear."""
+
+FADE = 0.9
+"""Weight of what became of a draft after each further one: about the last ten count."""
+
+PRIOR = 2.0
+"""Weight, in drafts, of what is expected of a request because of those before it."""
+
+EXPECTED = (0.3, 0.75)
+"""Chance that a short or a long draft is right, until some have been seen; a draft model's drafts
+count as long."""
+
+MIN_GAIN = 1.05
+"""Drafts must promise this speed-up: a step with drafts costs a little more than its rows, and what
+just pays is not worth the noise."""
+
+RETRY_INTERVAL = 16
 """A request whose drafts do not pay tries a single one again after so many tokens."""
+
+LONG_DRAFT = 4
+"""Drafts of so many ids follow from a longer match, and are counted apart from shorter ones: where
+a text is being copied they are right, whatever chance matches came before."""
+
+CHEAP_DRAFT = 0.05
+"""Cost of a drafted token, relative to a step, up to which tries are free of thought."""
+
+MAX_WRONG = 2.5
+"""A request gives costly drafts up after so many wrong ones in a row."""
+
+PROBE_INTERVAL = 16
+"""While costly drafts do not pay, one new request in so many tries them nevertheless."""
 
 
 class StepTimeModel:
@@ -31,23 +63,40 @@ class StepTimeModel:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def observe(self, num_rows: int, seconds: float) -> None:
+        if self._weight > 8.0:
+            expected = self.seconds(num_rows)
+            if expected > 0.0:
+                seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
         self._weight = self._weight * FORGET + 1.0
         self._x = self._x * FORGET + num_rows
         self._y = self._y * FORGET + seconds
         self._xx = self._xx * FORGET + num_rows * num_rows
         self._xy = self._xy * FORGET + num_rows * seconds
 
+    def _fit(self) -> tuple[float, float] | None:
+        """(base, row cost); None while too little was seen, or always the same number of rows."""
+        variance = self._xx * self._weight - self._x * self._x
+        if self._weight < 4.0 or variance < 0.1 * self._weight:
+            return None
+        row_cost = (self._xy * self._weight - self._x * self._y) / variance
+        return (self._y - row_cost * self._x) / self._weight, row_cost
+
+    def seconds(self, num_rows: int) -> float:
+        """Expected duration of a step of so many rows; 0 before the first."""
+        fit = self._fit()
+        if fit is not None:
+            return fit[0] + fit[1] * num_rows
+        return self._y / self._weight if self._weight else 0.0
+
     def relative_row_cost(self, num_requests: int) -> float:
         """Cost of one more row, as a part of what a step costs each of its requests."""
         if num_requests < 1:
             return DEFAULT_ROW_COST
-        variance = self._xx * self._weight - self._x * self._x
-        if self._weight < 4.0 or variance < 0.1 * self._weight:
-            # Seen too little, or always the same number of rows: guess from one row's share.
+        fit = self._fit()
+        if fit is None:  # guess from one row's share
             share = DEFAULT_ROW_COST * num_requests
             return share / (1.0 + DEFAULT_ROW_COST * (num_requests - 1))
-        row_cost = (self._xy * self._weight - self._x * self._y) / variance
-        base = (self._y - row_cost * self._x) / self._weight
+        base, row_cost = fit
         step = base + row_cost * num_requests
         if row_cost <= 0.0 or step <= 0.0:
             return 0.01  # rows are as good as free
@@ -60,48 +109,150 @@ class SpecDecodeController:
     def __init__(self, config: SpeculativeConfig | None) -> None:
         self.num_spec_tokens = config.num_speculative_tokens if config is not None else 0
         self._adaptive = config is not None and config.adaptive
+        self._has_draft_model = config is not None and config.method == "draft_model"
         self._times = StepTimeModel()
-        self._num_decodes = 1
+        self._draft_times: deque[float] = deque(maxlen=15)
+        self._row_cost, self._draft_cost = DEFAULT_ROW_COST, 0.0
+        self._best: dict[int, int] = {}
+        # Of all requests together, by kind, for what is expected of a new one.
+        self._num_right = [4.0 * chance for chance in EXPECTED]
+        self._num_wrong = [4.0 * (1.0 - chance) for chance in EXPECTED]
+        self._num_refused = 0
         self._stats: SpecDecodingStats | None = None
+
+    # ------------------------------------------------------------------ what things cost
+
+    def observe_step(
+        self,
+        num_requests: int,
+        num_rows: int,
+        seconds: float,
+        draft_seconds: float = 0.0,
+        num_drafted: int = 0,
+    ) -> None:
+        """A step of ``num_requests`` decoding requests and nothing else took so long.
+
+        Args:
+            seconds: of the forward pass and of sampling.
+            draft_seconds: of drafting for the next step, besides.
+            num_drafted: length of the longest draft that came of it.
+        """
+        if not self._adaptive or seconds <= 0.0:
+            return
+        self._times.observe(num_rows, seconds)
+        row_cost = min(0.99, max(0.005, self._times.relative_row_cost(num_requests)))
+        draft_cost = self._draft_cost
+        if num_drafted > 0:
+            self._draft_times.append(draft_seconds / num_drafted)
+            step = self._times.seconds(num_requests)
+            if step > 0.0:
+                draft_cost = statistics.median(self._draft_times) / step
+        if row_cost != self._row_cost or draft_cost != self._draft_cost:
+            self._row_cost, self._draft_cost = row_cost, draft_cost
+            self._best.clear()
+
+    @property
+    def _is_costly(self) -> bool:
+        return self._has_draft_model and self._draft_cost > CHEAP_DRAFT
 
     # ------------------------------------------------------------------ draft length
 
-    def observe_step(self, num_requests: int, num_rows: int, seconds: float) -> None:
-        """A step of ``num_requests`` decoding requests and nothing else took so long."""
-        self._num_decodes = num_requests
-        if self._adaptive and seconds > 0.0:
-            self._times.observe(num_rows, seconds)
+    def limits(self, running: list[Request]) -> tuple[int, dict[str, int]]:
+        """Most ids to draft after a step: for every request, and for those that get fewer.
 
-    def draft_limit(self, request: Request) -> int:
-        """Most drafts that are worth verifying for this request in the next step.
-
-        The i-th draft is delivered if all of the first i are right. It pays while that chance is
-        above the cost of its row.
+        0 = do not draft at all. Cheap drafts are made for all that might use them, and cut to
+        length once they are seen; costly ones only for those with whom they pay.
         """
-        if not self._adaptive:
-            return self.num_spec_tokens
-        right, wrong = request.num_drafts_right, request.num_drafts_wrong
-        chance = (right + 1.0) / (right + wrong + 1.5)
-        cost = min(0.99, max(0.005, self._times.relative_row_cost(self._num_decodes)))
-        limit = min(self.num_spec_tokens, int(math.log(cost) / math.log(chance)))
-        if limit > 0:
-            return limit
-        is_due = request.num_tokens - request.last_drafted_at >= RETRY_INTERVAL
-        return 1 if is_due else 0
-
-    def num_to_schedule(self, running: list[Request]) -> int:
-        """Most drafts any request may use after the next step; 0 = do not draft at all."""
         if not self._adaptive or self.num_spec_tokens == 0:
-            return self.num_spec_tokens
-        return max(map(self.draft_limit, running), default=0)
+            return self.num_spec_tokens, {}
+        if not self._is_costly:
+            return self._best_length(1.0), {}
+        limits = [self._costly_limit(request) for request in running]
+        most = max(limits, default=0)
+        if most == 0:
+            return 0, {}
+        return most, {
+            request.request_id: limit
+            for request, limit in zip(running, limits, strict=True)
+            if limit < most
+        }
+
+    def accept(self, request: Request, drafts: list[int]) -> list[int]:
+        """The part of a request's drafts that is worth verifying in the next step."""
+        if not self._adaptive:
+            return drafts[: self.num_spec_tokens]
+        if self._is_costly:
+            request.draft_kind = 1
+            return drafts[: self._costly_limit(request)]
+        kind = request.draft_kind = int(len(drafts) >= LONG_DRAFT or self._has_draft_model)
+        limit = self._best_length(self._chance(request, kind))
+        if limit == 0 and request.num_tokens - request.last_drafted_at >= RETRY_INTERVAL:
+            limit = 1
+        return drafts[:limit]
+
+    def _costly_limit(self, request: Request) -> int:
+        """Most drafts of a draft model that are worth making for a request."""
+        if request.is_drafting_over:
+            return 0
+        limit = self._best_length(self._chance(request, 1))
+        if limit == 0:
+            # To take it up again later the draft model would have to read all that it missed.
+            limit = int(self._may_probe(request))
+            request.is_drafting_over = limit == 0
+        return limit
+
+    def _may_probe(self, request: Request) -> bool:
+        """Whether a request tries costly drafts although so far its own, or others', do not pay."""
+        num_wrong = request.num_drafts_wrong[1]
+        if num_wrong >= MAX_WRONG:
+            return False
+        if self._best_length(self._expected(1)) > 0:
+            return True
+        if not request.is_probing and num_wrong == 0.0:
+            self._num_refused += 1
+            request.is_probing = self._num_refused % PROBE_INTERVAL == 0
+        return request.is_probing
+
+    def _expected(self, kind: int) -> float:
+        """Chance that a draft of this kind is right, over all requests."""
+        return self._num_right[kind] / (self._num_right[kind] + self._num_wrong[kind])
+
+    def _chance(self, request: Request, kind: int) -> float:
+        """Estimated chance that the next draft is right after all before it were."""
+        right, wrong = request.num_drafts_right[kind], request.num_drafts_wrong[kind]
+        return (right + PRIOR * self._expected(kind)) / (right + wrong + PRIOR)
+
+    def _best_length(self, chance: float) -> int:
+        """Length with the most tokens per second, 0 if none gains.
+
+        The i-th draft is delivered if all of the first i are right; each costs a row, and its part
+        of a pass of the draft model.
+        """
+        bucket = min(int(chance * 64.0), 63)
+        best = self._best.get(bucket)
+        if best is None:
+            chance = (bucket + 0.5) / 64.0
+            cost = self._row_cost + self._draft_cost
+            best, best_rate, tokens, power = 0, MIN_GAIN, 1.0, 1.0
+            for length in range(1, self.num_spec_tokens + 1):
+                power *= chance
+                tokens += power
+                rate = tokens / (1.0 + length * cost)
+                if rate > best_rate:
+                    best, best_rate = length, rate
+            self._best[bucket] = best
+        return best
 
     # ------------------------------------------------------------------ counting
 
     def observe(self, request: Request, num_drafts: int, num_right: int) -> None:
         """``num_drafts`` drafts of a request were verified, the first ``num_right`` delivered."""
+        num_wrong, kind = int(num_right < num_drafts), request.draft_kind
         request.last_drafted_at = request.num_tokens
-        request.num_drafts_right = request.num_drafts_right * 0.8 + num_right
-        request.num_drafts_wrong = request.num_drafts_wrong * 0.8 + (num_right < num_drafts)
+        request.num_drafts_right[kind] = request.num_drafts_right[kind] * FADE + num_right
+        request.num_drafts_wrong[kind] = request.num_drafts_wrong[kind] * FADE + num_wrong
+        self._num_right[kind] = self._num_right[kind] * FORGET + num_right
+        self._num_wrong[kind] = self._num_wrong[kind] * FORGET + num_wrong
         stats = self._stats
         if stats is None:
             k = self.num_spec_tokens

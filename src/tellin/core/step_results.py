@@ -96,7 +96,11 @@ class StepResults:
         if self.spec.num_spec_tokens:
             if not plan.prefills and not plan.new:
                 self.spec.observe_step(
-                    len(plan.requests), plan.num_total, model_output.model_time_s
+                    len(plan.requests),
+                    plan.num_total,
+                    model_output.model_time_s,
+                    model_output.draft_time_s,
+                    max(map(len, model_output.draft_token_ids.values()), default=0),
                 )
             self._accept_drafts(model_output)
         return outputs
@@ -227,7 +231,7 @@ class StepResults:
             if request.num_tokens - request.num_computed_tokens != 1:
                 continue  # still in its prompt
             structured = request.structured_output_request
-            drafts = drafts[: self.spec.draft_limit(request)]
+            drafts = self.spec.accept(request, drafts)
             if structured is not None and drafts:
                 drafts = structured.validate_tokens(drafts)
             request.spec_token_ids = drafts

@@ -89,7 +89,7 @@ class DraftModelDrafter(Drafter):
 
     # ------------------------------------------------------------------ drafting
 
-    def propose(self, slots: Int32Array, num_drafts: int) -> list[list[int]]:
+    def propose(self, slots: Int32Array, num_drafts: Int32Array) -> list[list[int]]:
         batch = self.batch
         room = np.minimum(self.limits(slots, num_drafts), self._free_slots(slots))
         drafts: list[list[int]] = [[] for _ in slots]

@@ -295,8 +295,8 @@ class ModelRunner:
             steady_output = steady.sample(self.sampler, logits)
             if steady_output is not None:
                 self._steady = steady
-                self._draft(step, steady.states, steady_output)
                 steady_output.model_time_s = seconds + time.perf_counter() - started
+                self._draft(step, steady.states, steady_output)
                 return steady_output
             result = steady.result
         else:
@@ -311,6 +311,7 @@ class ModelRunner:
             output.pooler_output, self._pooled = self._pooled, {}
         if self._prompt_logprobs:
             self._finish_prompts(inputs, output)
+        output.model_time_s = seconds + time.perf_counter() - started
         if self.drafter is not None:
             states = self.batch.row_states
             sampled = zip(inputs.sample_rows.tolist(), kept.kept, strict=True)
@@ -318,7 +319,6 @@ class ModelRunner:
             self._draft(step, [s for s in going_on if s.req_id not in output.errors], output)
         if steady is None:
             self._start_steady(step, inputs, output)
-        output.model_time_s = seconds + time.perf_counter() - started
         return output
 
     def _start_steady(
@@ -408,11 +408,17 @@ class ModelRunner:
         num_drafts = step.num_spec_tokens_to_schedule
         if self.drafter is None or num_drafts == 0 or not states:
             return
+        started = time.perf_counter()
+        limits = [step.spec_token_limits.get(state.req_id, num_drafts) for state in states]
+        if 0 in limits:
+            states = [state for state, limit in zip(states, limits, strict=True) if limit]
+            limits = [limit for limit in limits if limit]
         slots = np.array([state.slot for state in states], np.int32)
-        drafts = self.drafter.propose(slots, num_drafts)
+        drafts = self.drafter.propose(slots, np.array(limits, np.int32))
         output.draft_token_ids = {
             state.req_id: ids for state, ids in zip(states, drafts, strict=True) if ids
         }
+        output.draft_time_s = time.perf_counter() - started
 
 
 def _range(count: int) -> Int32Array:

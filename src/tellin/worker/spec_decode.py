@@ -31,14 +31,14 @@ class Drafter(ABC):
         self.batch = batch
         self.max_model_len = max_model_len
 
-    def limits(self, slots: Int32Array, num_drafts: int) -> Int32Array:
-        """``[n]`` most ids that each slot can still take."""
+    def limits(self, slots: Int32Array, num_drafts: Int32Array) -> Int32Array:
+        """``[n]`` most ids that each slot can still take, of ``num_drafts`` that are wanted."""
         room = self.max_model_len - self.batch.num_tokens[slots]
-        return np.clip(room, 0, num_drafts).astype(np.int32)
+        return np.maximum(np.minimum(room, num_drafts), 0).astype(np.int32)
 
     @abstractmethod
-    def propose(self, slots: Int32Array, num_drafts: int) -> list[list[int]]:
-        """Up to ``num_drafts`` ids for each of these slots; a list may be empty."""
+    def propose(self, slots: Int32Array, num_drafts: Int32Array) -> list[list[int]]:
+        """Up to ``num_drafts[i]`` ids for each of these slots; a list may be empty."""
 
     def finish(self, state: RequestState) -> None:
         """A request is about to be forgotten; its slot still holds its ids."""
@@ -90,7 +90,7 @@ class NgramDrafter(Drafter):
             )
         self._min_n, self._max_n, self._most_recent = min_n, max_n, most_recent
 
-    def propose(self, slots: Int32Array, num_drafts: int) -> list[list[int]]:
+    def propose(self, slots: Int32Array, num_drafts: Int32Array) -> list[list[int]]:
         batch = self.batch
         return propose_ngram(
             batch.token_ids,
@@ -110,7 +110,7 @@ class SuffixTreeDrafter(Drafter):
         super().__init__(batch, max_model_len)
         self._suffixes = suffixes
 
-    def propose(self, slots: Int32Array, num_drafts: int) -> list[list[int]]:
+    def propose(self, slots: Int32Array, num_drafts: Int32Array) -> list[list[int]]:
         batch = self.batch
         limits = self.limits(slots, num_drafts)
         return self._suffixes.propose(batch.token_ids, slots, batch.num_tokens[slots], limits)
