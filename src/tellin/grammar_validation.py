@@ -23,6 +23,7 @@ from tellin.json_schema import (
     endless_references,
     innermost_failing_subschema,
 )
+from tellin.lark_rules import endless_start
 from tellin.sampling_params import StructuredOutputsParams
 
 WHITESPACE_PATTERN = r"[ ]|\n[ \t]{0,20}"
@@ -43,6 +44,12 @@ COMPILER_STACK_BYTES = 256 << 20
 """The compiler recurses once per rule that leads to another, 2 to 6 KiB each, and a full stack ends
 the process. What `MAX_GRAMMAR_BYTES` can describe fits into this. Only what is used is memory."""
 
+CHECK_TIMEOUT_S = 5.0
+"""Longest check at admission. What takes longer is refused."""
+MAX_CHECKS = 4
+"""Checks at a time. One that was given up counts until its thread ends."""
+
+_checks = threading.BoundedSemaphore(MAX_CHECKS)
 _stack_size_lock = threading.Lock()
 _R = TypeVar("_R")
 
@@ -86,11 +93,27 @@ def _validate(key: str, disable_any_whitespace: bool) -> None:
         if error:
             raise _invalid(params.kind, error)
 
-    on_deep_stack(check)
+    if not _checks.acquire(timeout=CHECK_TIMEOUT_S):
+        raise _invalid(params.kind, "too many others are being checked; try again later")
+    try:
+        on_deep_stack(check, CHECK_TIMEOUT_S, _checks.release)
+    except TimeoutError:
+        raise _invalid(
+            params.kind, f"to check it takes longer than {CHECK_TIMEOUT_S:g} s; simplify it"
+        ) from None
 
 
-def on_deep_stack(function: Callable[[], _R]) -> _R:
-    """Call in a thread whose stack holds the compiler's recursion, whatever thread this is."""
+def on_deep_stack(
+    function: Callable[[], _R],
+    timeout_s: float | None = None,
+    when_done: Callable[[], None] | None = None,
+) -> _R:
+    """Call in a thread whose stack holds the compiler's recursion, whatever thread this is.
+
+    Raises:
+        TimeoutError: it has not returned within ``timeout_s``. The thread goes on to its end, and
+            calls ``when_done`` only then.
+    """
     outcome: Future[_R] = Future()
 
     def run() -> None:
@@ -98,6 +121,9 @@ def on_deep_stack(function: Callable[[], _R]) -> _R:
             outcome.set_result(function())
         except BaseException as error:
             outcome.set_exception(error)
+        finally:
+            if when_done is not None:
+                when_done()
 
     thread = threading.Thread(target=run, name="tellin-grammar-compiler", daemon=True)
     with _stack_size_lock:
@@ -106,7 +132,7 @@ def on_deep_stack(function: Callable[[], _R]) -> _R:
             thread.start()
         finally:
             threading.stack_size(usual)
-    return outcome.result()
+    return outcome.result(timeout_s)
 
 
 def build_grammar(
@@ -311,14 +337,16 @@ def _from_grammar(text: str) -> str:
     num_rules = len(_RULE_HEADS.findall(text))
     if num_rules > limit:
         raise _invalid("grammar", f"it has {num_rules} rules, more than {limit}")
-    if "::=" not in text:
-        return text
-    from llguidance.gbnf_to_lark import any_to_lark
+    if "::=" in text:
+        from llguidance.gbnf_to_lark import any_to_lark
 
-    try:
-        return str(any_to_lark(text))
-    except Exception as error:  # the translator raises its own and bare exceptions
-        raise _invalid("grammar", one_line(str(error)) or repr(error)) from None
+        try:
+            text = str(any_to_lark(text))
+        except Exception as error:  # the translator raises its own and bare exceptions
+            raise _invalid("grammar", one_line(str(error)) or repr(error)) from None
+    if endless_start(text):
+        raise _invalid("grammar", "no finite text satisfies it: its first rule never ends")
+    return text
 
 
 def _literal(text: str) -> str:

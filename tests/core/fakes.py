@@ -80,6 +80,7 @@ class FakeExecutor:
         self.supported_tasks = ("generate",)
         self.vocab_size = VOCAB_SIZE
         self.max_model_len = self.config.model_config.max_model_len
+        self.loras: set[int] = set()
         self.rpcs: list[tuple[Any, tuple[Any, ...]]] = []
         self.draft: Callable[[str, list[int], int], list[int]] | None = None
         self.model_time_s = self.draft_time_s = 0.0  # of a step
@@ -132,14 +133,20 @@ class FakeExecutor:
     def load_tokenizer(self) -> Any:
         raise RuntimeError("the fake has no tokenizer")
 
-    def add_lora(self, request: Any) -> bool:
+    def add_lora(self, request: Any, in_use: Any = ()) -> bool:
         self.rpcs.append(("add_lora", (request.lora_name,)))
         if request.lora_path == "missing":
             raise ValueError(f"no adapter at {request.lora_path}")
+        self.loras.add(request.lora_int_id)
         return True
 
     def remove_lora(self, lora_id: int) -> bool:
+        self.rpcs.append(("remove_lora", (lora_id,)))
+        self.loras.discard(lora_id)
         return True
+
+    def list_loras(self) -> set[int]:
+        return self.loras
 
     # ------------------------------------------------------------------ a step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tellin import grammar_validation
 from tellin.exceptions import InvalidParameterError
 from tellin.grammar_validation import grammar_key, validate_structured_outputs
 from tellin.json_schema import endless_references
@@ -101,7 +103,9 @@ def test_unsound_schemas_are_refused(schema: Any, reason: str) -> None:
         ({"regex": r"[^\s\S]"}, "no text can satisfy it"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
         ({"grammar": "start: ("}, "Expected"),
-        ({"grammar": "start: start"}, "no text can satisfy it"),
+        ({"grammar": 'start: "a" start'}, "no finite text satisfies it"),
+        ({"grammar": 'start: %json {"$ref": "#"}'}, "no text can satisfy it"),
+        ({"grammar": "start: start"}, "no finite text satisfies it"),
         ({"grammar": "root ::= ("}, "Expected ')'"),
         ({"grammar": "hello"}, "Expected"),
         ({"structural_tag": "x"}, "not valid JSON"),
@@ -247,3 +251,52 @@ def test_threads_made_later_have_the_usual_stack() -> None:
     usual = threading.stack_size()
     check(regex="ab{2}")
     assert threading.stack_size() == usual
+
+
+@pytest.mark.parametrize("timeout", [0.05])
+def test_a_check_has_a_time_limit(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point 4: whatever the compiler meets, admission is not held up; nor do threads pile up."""
+    monkeypatch.setattr(grammar_validation, "CHECK_TIMEOUT_S", timeout)
+    monkeypatch.setattr(grammar_validation, "_checks", threading.BoundedSemaphore(2))
+    release = threading.Event()
+    started: list[str] = []
+
+    def hang(grammar: str) -> str:
+        started.append(grammar)
+        assert release.wait(60)
+        return ""
+
+    monkeypatch.setattr(grammar_validation, "grammar_error", hang)
+    for number in range(2):
+        with pytest.raises(InvalidParameterError, match=r"takes longer than 0\.05 s"):
+            check(regex=f"never{number}")
+    with pytest.raises(InvalidParameterError, match="too many others"):
+        check(regex="never2")
+    assert len(started) == 2
+    release.set()
+    monkeypatch.setattr(grammar_validation, "CHECK_TIMEOUT_S", 60.0)
+    check(regex="never3")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"regex": ""},
+        {"regex": "(a+)+b"},
+        {"regex": "a{1000000}"},
+        {"regex": "(a|aa){1,5000}"},
+        {"regex": "((((a{100}){100}){100}){10})"},
+        {"json": {"type": "string", "maxLength": 10**9}},
+        {"json": {"type": "string", "minLength": 10**6}},
+        {"json": {"type": "array", "items": {"type": "integer"}, "minItems": 10**6}},
+        {"json": {"type": "string", "pattern": "^(a|b|ab){1,3000}$"}},
+        {"json": {}},
+        {"grammar": 'start: %json {"type": "string", "minLength": 1000000}'},
+    ],
+)
+def test_catastrophic_constraints_are_bounded(params: dict[str, Any]) -> None:
+    """Point 4: each passes or is refused with a reason, in bounded time."""
+    started = time.process_time()
+    with contextlib.suppress(InvalidParameterError):
+        check(**params)
+    assert time.process_time() - started < 10.0
