@@ -425,3 +425,48 @@ def test_a_template_that_knows_tools_gets_them(thinker: Server) -> None:
     tokens = thinker.http.post("/tokenize", json={"messages": MESSAGES, "tools": [NOW]}).json()
     prompt = thinker.http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()["prompt"]
     assert prompt.startswith("[user]Hello!<tools>[")
+
+
+# ---------------------------------------------------------------------- helpers of the package
+
+
+class GetTime(BaseModel):
+    zone: Literal["UTC", "CET"]
+
+
+def test_parsed_arguments_of_a_tool(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model="tiny", messages=MESSAGES, tools=[openai.pydantic_function_tool(GetTime)],
+        tool_choice="required", parallel_tool_calls=False, max_tokens=300,
+    )  # fmt: skip
+    [call] = answer.choices[0].message.tool_calls or ()
+    assert isinstance(call.function.parsed_arguments, GetTime)
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+def test_streamed_structured_output_is_parsed(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="tiny", messages=MESSAGES, response_format=GetTime, max_tokens=300, temperature=0
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_completion()
+    assert isinstance(final.choices[0].message.parsed, GetTime)
+    assert kinds[-1] == "content.done"
+    assert "content.delta" in kinds
+
+
+def test_asynchronous_helper_raw_responses_and_retries(server: Server) -> None:
+    async def main() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="x") as client:
+            options: Any = {"model": "tiny", "messages": MESSAGES, "max_tokens": 6}
+            async with client.chat.completions.stream(**options, temperature=0) as stream:
+                text = "".join([e.delta async for e in stream if e.type == "content.delta"])
+            raw = await client.chat.completions.with_raw_response.create(**options, temperature=0)
+            assert raw.headers["x-request-id"]
+            assert raw.parse().choices[0].message.content == text
+            answers = await asyncio.gather(
+                *(client.chat.completions.create(**options, temperature=0) for _ in range(20))
+            )
+            assert {answer.choices[0].message.content for answer in answers} == {text}
+
+    asyncio.run(main())
