@@ -12,6 +12,9 @@ constexpr int64_t kFewRows = 16;
 // tiles (of 2, 3, 4 or 6 rows) fit into a multiple of kRowStep.
 constexpr int64_t kTaskRows = 192;
 constexpr int64_t kRowStep = 12;
+// Least rows of a block: members have rows of their own if the batch has as many for each. Fewer would not
+// pay for reading all weights.
+constexpr int64_t kBlockRows = 16;
 // Tasks per member that a large batch is cut into if it can be: the last ones to end leave others idle.
 constexpr int64_t kTasksPerMember = 8;
 // Bytes of weights per task of a small batch: some 4 us of one core's memory bandwidth, against 0.1 us to
@@ -29,12 +32,7 @@ int64_t round_up(int64_t value, int64_t multiple) {
 
 LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x,
                          ActPrecision precision, std::vector<LinearPart> parts)
-    : kernels_(kernels),
-      num_threads_(num_threads),
-      x_(x),
-      precision_(precision),
-      parts_(std::move(parts)),
-      shares_(num_threads) {
+    : kernels_(kernels), num_threads_(num_threads), x_(x), precision_(precision), parts_(std::move(parts)) {
   int64_t total_bytes = 0;
   bool needs_scratch = false;
   for (const LinearPart& part : parts_) {
@@ -73,26 +71,30 @@ int64_t LinearStage::prepare(const Pass& pass) noexcept {
   num_rows_ = pass.num_rows(parts_[0].out->rows);
   const bool few = num_rows_ <= kFewRows;
   chunks_ = few ? &small_chunks_ : &large_chunks_;
-  tile_rows_ = std::max<int64_t>(1, num_rows_);
+  const auto num_chunks = static_cast<int64_t>(chunks_->size());
+  const int64_t blocks = few ? 1 : std::clamp<int64_t>(num_rows_ / kBlockRows, 1, num_threads_);
+  block_rows_ = std::max<int64_t>(1, divide_up(num_rows_, blocks));
+  tile_rows_ = block_rows_;
   if (!few) {
-    const auto num_chunks = static_cast<int64_t>(chunks_->size());
-    const int64_t wanted = divide_up(kTasksPerMember * num_threads_, num_chunks);
+    const int64_t wanted = divide_up(kTasksPerMember * num_threads_, num_chunks * blocks);
     const int64_t tiles =
-        std::max(divide_up(num_rows_, kTaskRows), std::min(wanted, divide_up(num_rows_, kFewRows)));
-    tile_rows_ = divide_up(divide_up(num_rows_, tiles), kRowStep) * kRowStep;
+        std::max(divide_up(block_rows_, kTaskRows), std::min(wanted, divide_up(block_rows_, kFewRows)));
+    tile_rows_ = divide_up(divide_up(block_rows_, tiles), kRowStep) * kRowStep;
   }
-  num_tiles_ = divide_up(num_rows_, tile_rows_);
-  const int64_t num_tasks = num_tiles_ * static_cast<int64_t>(chunks_->size());
-  shares_.deal(num_tasks);
-  return num_tasks;
+  num_tiles_ = divide_up(block_rows_, tile_rows_);
+  return divide_up(num_rows_, block_rows_) * num_tiles_ * num_chunks;
 }
 
-void LinearStage::run(int64_t, int member) noexcept {
-  const int64_t task = shares_.take(member);
-  const Chunk& chunk = (*chunks_)[static_cast<size_t>(task / num_tiles_)];
+// Tasks are ordered by block of rows, so that a member's range is rows of its own; then by chunk, so that the
+// tiles of a block find its weights in cache.
+void LinearStage::run(int64_t task, int member) noexcept {
+  const int64_t per_block = num_tiles_ * static_cast<int64_t>(chunks_->size());
+  const int64_t block = task / per_block * block_rows_;
+  const Chunk& chunk = (*chunks_)[static_cast<size_t>(task % per_block / num_tiles_)];
   const LinearPart& part = parts_[static_cast<size_t>(chunk.part)];
-  const int64_t m0 = task % num_tiles_ * tile_rows_;
-  const int64_t m1 = std::min(num_rows_, m0 + tile_rows_);
+  const int64_t m0 = block + task % num_tiles_ * tile_rows_;
+  const int64_t m1 = std::min({num_rows_, block + block_rows_, m0 + tile_rows_});
+  if (m0 >= m1) return;
   const int64_t column = chunk.begin * kGroupRows;
   const int64_t count = std::min(chunk.end * kGroupRows, part.weight->n) - column;
   const VectorKernels& k = *kernels_.vector;

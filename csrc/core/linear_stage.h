@@ -4,7 +4,6 @@
 #include <vector>
 
 #include "stage.h"
-#include "task_shares.h"
 
 namespace tellin {
 
@@ -43,11 +42,11 @@ class LinearStage final : public Stage {
   const std::vector<LinearPart> parts_;
   std::vector<Chunk> small_chunks_, large_chunks_;  // for few rows, for many
   const std::vector<Chunk>* chunks_ = nullptr;
-  TaskShares shares_;
   std::vector<MappedMemory> scratch_;  // per member, for one tile
   int64_t num_rows_ = 0;
+  int64_t block_rows_ = 0;  // rows that one member works on, mostly
   int64_t tile_rows_ = 0;
-  int64_t num_tiles_ = 0;
+  int64_t num_tiles_ = 0;  // of a block
 };
 
 }  // namespace tellin

@@ -5,6 +5,7 @@
 
 #include "program_state.h"
 #include "require.h"
+#include "task_shares.h"
 
 namespace tellin {
 namespace {
@@ -102,7 +103,11 @@ void Program::check_step(const StepInput& in) const {
 class Program::Run final : public ThreadTeam::Job {
  public:
   Run(Program& program, const StepInput& input)
-      : state_(*program.state_), input_(input), pool_(program.pool_), num_threads_(program.num_threads()) {
+      : state_(*program.state_),
+        input_(input),
+        pool_(program.pool_),
+        num_threads_(program.num_threads()),
+        shares_(num_threads_) {
     cut_passes();
     program.find_lora_rows(input, num_passes_);
     reserve_memory();
@@ -122,11 +127,14 @@ class Program::Run final : public ThreadTeam::Job {
       if (tasks == 0) continue;
       current_ = entry.stage.get();
       ++state_.stage_serial;
+      shares_.deal(tasks);
       return tasks;
     }
   }
 
-  void run_task(int64_t task, int member) noexcept override {
+  // The team counts tasks; which one a member does is decided here.
+  void run_task(int64_t, int member) noexcept override {
+    const int64_t task = shares_.take(member);
     if (!state_.profiling) {
       current_->run(task, member);
       return;
@@ -247,6 +255,7 @@ class Program::Run final : public ThreadTeam::Job {
   const StepInput& input_;
   const KvPool& pool_;
   const int num_threads_;
+  TaskShares shares_;
   size_t num_passes_ = 0;
   size_t pass_ = 0;
   size_t next_ = 0;

@@ -1,6 +1,7 @@
-// Tasks of a stage dealt to the members of a team in contiguous shares, so that each member walks its own
-// stretch of memory: what it prefetches beyond a task is what it reads next. A member that has finished its
-// share takes tasks from the far end of another's.
+// Tasks of a stage dealt to the members of a team in contiguous shares. Stages order their tasks by weights
+// (few rows) or by rows (many), so a member walks its own stretch of memory, where what it prefetches beyond
+// a task is what it reads next, and keeps its rows from stage to stage: they lie in its own cache. A member
+// that has finished its share takes tasks from the far end of another's.
 #pragma once
 #include <atomic>
 #include <cstdint>
