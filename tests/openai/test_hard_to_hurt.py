@@ -219,6 +219,9 @@ def test_admin_calls_have_a_key_of_their_own(guarded: Server) -> None:
     assert guarded.http.get("/health").status_code == 200
     assert call("POST", "/wake_up", "boss").json() == {"is_sleeping": False}
     assert call("POST", "/reset_prefix_cache", "boss").json() == {"reset": True}
+    stopped = call("POST", "/stop_profile", "boss")
+    assert stopped.status_code == 409
+    assert "not running" in stopped.json()["error"]["message"]
     assert call("POST", "/v1/load_lora_adapter", "boss").status_code == 400
     assert guarded.http.get("/ready").status_code == 200
 

@@ -140,7 +140,7 @@ def admin_routes(context: ServingContext) -> APIRouter:
 
     @router.post("/wake_up")
     async def wake_up() -> Response:
-        await engine.wake_up()
+        await status.change(engine.wake_up())
         return json_reply({"is_sleeping": await engine.is_sleeping()})
 
     @router.get("/is_sleeping")
@@ -153,12 +153,12 @@ def admin_routes(context: ServingContext) -> APIRouter:
 
     @router.post("/start_profile")
     async def start_profile() -> Response:
-        await engine.start_profile()
+        await status.change(engine.start_profile())
         return json_reply({"is_profiling": True})
 
     @router.post("/stop_profile")
     async def stop_profile() -> Response:
-        await engine.stop_profile()
+        await status.change(engine.stop_profile())
         return json_reply({"is_profiling": False})
 
     @router.post("/v1/load_lora_adapter")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
 
 from tellin.checks import check_int
 from tellin.entrypoints.openai.errors import ApiError, bad_request, not_ready
 from tellin.entrypoints.openai.replies import ModelCard, ModelList
 from tellin.entrypoints.openai.serving import ServingContext
-from tellin.exceptions import EngineError
+from tellin.exceptions import EngineClosedError, EngineDeadError, EngineError
 
 SLEEP_MODES = ("abort", "wait", "keep")
 PROBE_TIMEOUT_S = 5.0
 """How long the engine may take to answer a probe: a step of a large model takes seconds."""
+
+
+Result = TypeVar("Result")
 
 
 class StatusService:
@@ -59,11 +64,20 @@ class StatusService:
         if is_paused:
             raise not_ready("the engine is paused or asleep")
 
+    async def change(self, call: Awaitable[Result]) -> Result:
+        """Await a call that changes the engine; raise 409 if its state does not allow that."""
+        try:
+            return await call
+        except (EngineDeadError, EngineClosedError):
+            raise
+        except EngineError as error:
+            raise ApiError(409, str(error), code="conflict") from None
+
     async def sleep(self, level: int, mode: str) -> None:
         check_int("level", level, 0, 2)
         if mode not in SLEEP_MODES:
             raise bad_request(f"mode must be one of {', '.join(SLEEP_MODES)}, got {mode!r}", "mode")
-        await self.context.engine.sleep(level, mode)
+        await self.change(self.context.engine.sleep(level, mode))
 
     def no_adapters(self) -> ApiError:
         return bad_request(
