@@ -217,6 +217,7 @@ export class Chat {
     const message = unfinished ?? { role: "assistant", content: "", reasoning: "", tokens: [] };
     Object.assign(message, { isStreaming: true, error: null, finish: null, numTokens: 0, speed: 0, firstToken: 0 });
     const view = this.views.get(message) ?? this.#add(message);
+    view.update();
     const controller = new AbortController();
     this.running = controller;
     this.#refresh();

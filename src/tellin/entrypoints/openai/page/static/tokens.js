@@ -60,13 +60,17 @@ export class TokenView {
     }).forEach(([name, listener]) => element.addEventListener(name, listener));
   }
 
-  /** Add what is new; a shorter list begins anew. */
+  /** Add what is new, after taking away what is not there any more. */
   update(tokens) {
-    if (tokens.length < this.tokens.length || tokens[0] !== this.tokens[0]) {
-      this.element.replaceChildren();
-      this.tokens = [];
+    let same = 0;
+    while (same < tokens.length && tokens[same] === this.tokens[same]) same += 1;
+    this.tokens.length = same;
+    while (this.element.childNodes.length > same) this.element.lastChild.remove();
+    if (this.current >= same) {
+      this.current = 0;
+      this.element.firstChild?.setAttribute("tabindex", "0");
     }
-    for (const token of tokens.slice(this.tokens.length)) {
+    for (const token of tokens.slice(same)) {
       this.element.append(this.#element(token, this.tokens.length));
       this.tokens.push(token);
     }
@@ -79,7 +83,7 @@ export class TokenView {
     const element = h("span", {
       class: special ? "token odd special" : visible ? "token odd" : "token",
       role: "option",
-      tabindex: index === this.current ? "0" : "-1",
+      tabindex: index === 0 ? "0" : "-1",
       "aria-selected": "false",
       "aria-label": `${name}, ${percent(token.p)}`,
       dataset: { index },
