@@ -13,12 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, Route, expect, sync_playwright
 
 from tests.openai.conftest import ENDLESS_TOKENS, SLOW, Serve, Server, run_server
+
+if TYPE_CHECKING:  # the default tests collect this file without the package
+    from playwright.sync_api import Browser, BrowserContext, Page, Route
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -32,6 +34,13 @@ HOSTILE = (
 )
 
 
+def expect(target: Any) -> Any:
+    """Playwright's assertions, which wait for what they state."""
+    from playwright.sync_api import expect as playwright_expect
+
+    return playwright_expect(target)
+
+
 def find_chromium() -> str:
     path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
     assert path, "no Chromium found: apt-get install chromium, or set CHROMIUM to its path"
@@ -40,6 +49,10 @@ def find_chromium() -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import expect as playwright_expect
+    from playwright.sync_api import sync_playwright
+
+    playwright_expect.set_options(timeout=LIMIT_MS)
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(
             executable_path=find_chromium(), args=["--no-sandbox", "--disable-dev-shm-usage"]
@@ -55,7 +68,7 @@ def context(browser: Browser) -> Iterator[BrowserContext]:
         yield made
 
 
-Open = Callable[..., Page]
+Open = Callable[..., "Page"]
 
 
 @pytest.fixture
@@ -118,9 +131,7 @@ def say(page: Page, text: str) -> None:
 
 
 def wait_for_answer(page: Page) -> None:
-    expect(page.locator(".message.assistant[aria-busy=false] .usage").last).not_to_be_empty(
-        timeout=LIMIT_MS
-    )
+    expect(page.locator(".message.assistant[aria-busy=false] .usage").last).not_to_be_empty()
 
 
 def set_field(page: Page, label: str, value: str) -> None:
@@ -219,14 +230,14 @@ def test_stop_stops_the_engine(slow: Server, open_page: Open) -> None:
     expect(page.locator(".message.assistant .usage").last).not_to_be_empty()
     page.get_by_role("button", name="Stop").click()
     expect(page.get_by_role("button", name="Send")).to_be_visible()
-    expect(page.locator("#pill-text")).to_have_text("idle", timeout=LIMIT_MS)
+    expect(page.locator("#pill-text")).to_have_text("idle")
     assert slow.http.get("/engine/state").json()["core"]["num_running"] == 0
     assert slow.http.get("/engine/state").json()["core"]["blocks"]["num_used"] == 0
     expect(page.locator(".message .notice").last).to_have_text("Stopped.")
     say(page, "again")
     expect(page.locator("#pill")).to_contain_text("1 running")
     page.get_by_label("Message", exact=True).press("Escape")
-    expect(page.locator("#pill-text")).to_have_text("idle", timeout=LIMIT_MS)
+    expect(page.locator("#pill-text")).to_have_text("idle")
     say(page, "and once more")
     expect(page.locator("#pill")).to_contain_text("1 running")
     page.close()  # nobody reads any more
