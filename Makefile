@@ -2,8 +2,8 @@
 #
 #   make run        install, fetch the default model, answer a prompt      (PROMPT="...", MODEL=...)
 #   make test       default tests: no PyTorch                              (PYTEST_ARGS="-k name")
-#   make test-all   default and slow tests: PyTorch, comparisons, fuzzing
-#   make test-slow  slow tests alone
+#   make test-all   default and slow tests: PyTorch, other clients, a browser, fuzzing
+#   make test-slow  slow tests alone; both need Node.js with npm, curl and Chromium
 #   make lint       ruff, mypy, import-linter, clang-format                make fmt repairs formatting
 #   make build      compile the extension after a change in csrc/
 #   make sanitize   kernel tests under address and undefined sanitizers    (SANITIZE=thread)
@@ -97,10 +97,13 @@ run: build
 test: build $(STAMPS)/extra-test
 	@$(BIN)/pytest $(PYTEST_ARGS)
 
-test-all: build $(STAMPS)/extra-test $(STAMPS)/extra-reference
+# What the slow tests need besides: Node.js with npm, curl and Chromium, from the system.
+SLOW_EXTRAS := $(foreach extra,test reference clients page-test,$(STAMPS)/extra-$(extra))
+
+test-all: build $(SLOW_EXTRAS)
 	@$(BIN)/pytest -m "slow or not slow" $(PYTEST_ARGS)
 
-test-slow: build $(STAMPS)/extra-test $(STAMPS)/extra-reference
+test-slow: build $(SLOW_EXTRAS)
 	@$(BIN)/pytest -m slow $(PYTEST_ARGS)
 
 lint: $(STAMPS)/extra-lint
