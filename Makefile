@@ -97,8 +97,8 @@ run: build
 test: build $(STAMPS)/extra-test
 	@$(BIN)/pytest $(PYTEST_ARGS)
 
-# What the slow tests need besides: Node.js with npm, curl and Chromium, from the system.
-SLOW_EXTRAS := $(foreach extra,test reference clients page-test,$(STAMPS)/extra-$(extra))
+# Slow tests make an environment of their own for other clients; Node.js with npm, curl and Chromium are the system's.
+SLOW_EXTRAS := $(foreach extra,test reference page-test,$(STAMPS)/extra-$(extra))
 
 test-all: build $(SLOW_EXTRAS)
 	@$(BIN)/pytest -m "slow or not slow" $(PYTEST_ARGS)
