@@ -145,9 +145,13 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class LoRAConfig:
+    """Adapters, several of which may be used at once beside the base model."""
+
     max_lora_rank: int = 16
     max_loras: int = 1
+    """Most adapters in one step."""
     max_cpu_loras: int = 1
+    """Most adapters that are kept loaded; those that live requests need do not count."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,22 @@ class StructuredOutputsConfig:
     compile_timeout_s: float = 5.0
     disable_any_whitespace: bool = False
     reasoning_parser: str | None = None
+    enable_in_reasoning: bool = False
+    """Constrain a model's thoughts too, not only its answer (see `ReasoningConfig`)."""
+
+
+@dataclass(frozen=True)
+class ReasoningConfig:
+    """Where a thinking model's thoughts begin and end.
+
+    With it requests may have a ``thinking_token_budget``, and structured outputs constrain only
+    what comes after the thoughts. The ids follow from the texts unless they are given.
+    """
+
+    think_start_str: str = "<think>"
+    think_end_str: str = "</think>"
+    think_start_token_ids: tuple[int, ...] = ()
+    think_end_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -199,6 +219,7 @@ class EngineConfig:
     lora_config: LoRAConfig | None = None
     speculative_config: SpeculativeConfig | None = None
     shutdown_timeout_s: float = 0.0
+    reasoning_config: ReasoningConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -284,8 +305,18 @@ class EngineArgs:
     distributed_executor_backend: Any = None
     """uni, mp, ray, an executor class, or its import path; None = uni."""
 
+    enable_lora: bool = False
+    """Accept LoRA adapters, per request."""
+    max_loras: int = 1
+    """Most LoRA adapters in one step."""
+    max_lora_rank: int = 16
+    max_cpu_loras: int | None = None
+    """Most LoRA adapters that are kept loaded; None = ``max_loras``."""
+
     speculative_config: dict[str, Any] | SpeculativeConfig | None = None
     structured_outputs_config: dict[str, Any] | StructuredOutputsConfig | None = None
+    reasoning_config: dict[str, Any] | ReasoningConfig | None = None
+    """Markers of a thinking model's thoughts; ``{}`` = ``<think>`` and ``</think>``."""
 
     disable_log_stats: bool = False
     otlp_traces_endpoint: str | None = None
@@ -339,8 +370,9 @@ ENGINE_ARGS_WITHOUT_EFFECT = frozenset({"enforce_eager", "trust_remote_code"})
 never run, whatever the value."""
 
 _UNSUPPORTED_ENGINE_ARGS = {
-    "enable_lora": "LoRA adapters cannot be applied yet; merge the adapter into the model",
-    "reasoning_parser": "thinking models get no special treatment; their thoughts are text",
+    "fully_sharded_loras": "one process uses all cores",
+    "lora_extra_vocab_size": "adapters cannot add tokens",
+    "reasoning_parser": "say where thoughts begin and end with reasoning_config",
     "quantization": "weights are used as they are stored; open an already quantised file",
     "cpu_offload_gb": "weights already live in main memory",
     "swap_space": "preempted requests are recomputed, not swapped",

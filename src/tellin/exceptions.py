@@ -6,7 +6,10 @@ TellinError
 │   │   └── InvalidTypeError             ... or a value of the wrong type (also TypeError)
 │   ├── ContextLengthError               prompt or prompt + output does not fit
 │   ├── UnsupportedFeatureError          this model or build cannot do what was asked
-│   └── DuplicateRequestError            a live request already has this id            HTTP 409
+│   ├── DuplicateRequestError            a live request already has this id            HTTP 409
+│   └── AdapterError                     a LoRA adapter cannot be used
+│       ├── AdapterNotFoundError         ... there is none at its path                 HTTP 404
+│       └── AdapterCapacityError         ... there is no room (also RuntimeError)
 ├── RequestFailedError                   this request failed after admission           HTTP 500
 │   └── RequestTimeoutError              ... its own deadline passed (also TimeoutError)  HTTP 504
 ├── LoadError
@@ -66,6 +69,18 @@ class UnsupportedFeatureError(RequestError):
 
 class DuplicateRequestError(RequestError):
     """A live request already has this id."""
+
+
+class AdapterError(RequestError):
+    """A LoRA adapter is damaged, does not fit the model, or its name or id is taken."""
+
+
+class AdapterNotFoundError(AdapterError):
+    """There is no LoRA adapter at the path that a request names."""
+
+
+class AdapterCapacityError(AdapterError, RuntimeError):
+    """There is no room for another LoRA adapter."""
 
 
 class RequestFailedError(TellinError):

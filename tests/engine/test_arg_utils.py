@@ -124,7 +124,7 @@ def test_bad_values_are_refused_by_name(name: str, bad: list[Any]) -> None:
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
         {"pooler_config": {"pooling_type": "CLS"}},
-        {"enable_lora": True},
+        {"lora_extra_vocab_size": 256},
         {"reasoning_parser": "think"},
         {"structured_outputs_config": {"reasoning_parser": "think"}},
     ],

@@ -147,7 +147,7 @@ class EngineCore(EngineCoreControls):
             scheduler.kv_cache_manager.hasher.extend(prepared)
         params = request.sampling_params
         if params is not None and params.structured_outputs is not None:
-            manager.start(prepared, params.structured_outputs)
+            manager.start(prepared, params.structured_outputs, request.reasoning_ended)
         return prepared
 
     def _check_features(self, request: EngineCoreRequest) -> None:
@@ -236,9 +236,12 @@ class EngineCore(EngineCoreControls):
             return {}, False
         self._is_stepping = True
         try:
-            return self._run_step(scheduler)
+            result = self._run_step(scheduler)
         finally:
             self._is_stepping = False
+        if self._retiring_loras:
+            self._remove_retired()
+        return result
 
     def _run_step(self, scheduler: Scheduler) -> tuple[dict[int, EngineCoreOutputs], bool]:
         with self.scopes.scope("schedule"):

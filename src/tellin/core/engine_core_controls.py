@@ -17,7 +17,7 @@ from tellin.core.request import RequestStatus
 from tellin.core.scheduler import PauseState, Scheduler
 from tellin.core.snapshot import make_snapshot
 from tellin.core.structured_output import StructuredOutputManager
-from tellin.exceptions import EngineDeadError, InvalidParameterError
+from tellin.exceptions import AdapterError, EngineDeadError, InvalidParameterError
 from tellin.protocol import EngineCoreReady, EngineCoreSnapshot, LoRARequest
 from tellin.trace import ScopeRecorder, trace_path, write_trace
 
@@ -41,6 +41,7 @@ class EngineCoreControls:
         self._idle_callbacks: list[Callable[[], None]] = []
         self._lora_generations: dict[str, int] = {}
         self._loaded_loras: dict[int, tuple[str, str]] = {}
+        self._retiring_loras: dict[int, LoRARequest] = {}  # removed, but in use
         self.scopes = ScopeRecorder()
         self._trace_prefix: str | None = None
 
@@ -234,19 +235,59 @@ class EngineCoreControls:
         return tuple(self.ready.supported_tasks)
 
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter. What was cached under its name before is not served any more."""
-        added = self._executor().add_lora(lora_request)
-        name = lora_request.lora_name
+        """Load an adapter. What was cached under its name before is not served any more.
+
+        Raises:
+            AdapterError: it cannot be loaded, or one that is being removed has its name or id.
+        """
+        self._remove_retired()
+        lora_id, name = lora_request.lora_int_id, lora_request.lora_name
+        retiring = self._retiring_loras.get(lora_id)
+        if retiring is not None and (retiring != lora_request or lora_request.load_inplace):
+            raise AdapterError(
+                f"the LoRA adapter {retiring.lora_name!r} with id {lora_id} was removed, but "
+                "requests in progress still use it; try again when they have ended"
+            )
+        executor = self._executor()
+        added = executor.add_lora(lora_request, sorted(self._loras_in_use()))
+        self._retiring_loras.pop(lora_id, None)
         self._lora_generations[name] = self._lora_generations.get(name, 0) + 1
-        self._loaded_loras[lora_request.lora_int_id] = (name, lora_request.lora_path)
+        self._loaded_loras[lora_id] = (name, lora_request.lora_path)
+        for other in self._loaded_loras.keys() - executor.list_loras():
+            del self._loaded_loras[other]  # it had to make room
         return bool(added)
 
     def remove_lora(self, lora_id: int) -> bool:
-        self._loaded_loras.pop(lora_id, None)
+        """Drop an adapter; False if it is not loaded.
+
+        While live requests use it, it is only hidden, and dropped after the last of them.
+        """
+        self._remove_retired()
+        known = self._loaded_loras.pop(lora_id, None)
+        users = self._loras_in_use()
+        if lora_id in users:
+            is_new = lora_id not in self._retiring_loras
+            self._retiring_loras[lora_id] = users[lora_id]
+            return is_new or known is not None
         return bool(self._executor().remove_lora(lora_id))
+
+    def _loras_in_use(self) -> dict[int, LoRARequest]:
+        """Adapters of live requests, by id."""
+        requests = self._live()[0].requests.values()
+        return {r.lora_int_id: r.lora_request for r in requests if r.lora_request is not None}
+
+    def _remove_retired(self) -> None:
+        """Drop removed adapters whose last request has ended."""
+        if not self._retiring_loras:
+            return
+        for lora_id in self._retiring_loras.keys() - self._loras_in_use().keys():
+            del self._retiring_loras[lora_id]
+            self._executor().remove_lora(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
         return bool(self._executor().pin_lora(lora_id))
 
     def list_loras(self) -> set[int]:
-        return set(self._executor().list_loras())
+        """Ids of the loaded adapters, without those that are being removed."""
+        self._remove_retired()
+        return set(self._executor().list_loras()) - self._retiring_loras.keys()

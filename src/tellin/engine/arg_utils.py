@@ -17,10 +17,12 @@ from tellin.config import (
     CacheConfig,
     EngineArgs,
     EngineConfig,
+    LoRAConfig,
     ModelConfig,
     ObservabilityConfig,
     ParallelConfig,
     PoolerConfig,
+    ReasoningConfig,
     SchedulerConfig,
     SpeculativeConfig,
     StructuredOutputsConfig,
@@ -40,6 +42,8 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "int8")
+MAX_LORAS = 4096
+MAX_LORA_RANK = 512
 POOLING_TYPES = ("LAST", "CLS", "MEAN")
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
 
@@ -81,8 +85,10 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
             metrics_prefix=args.metrics_prefix,
         ),
         structured_outputs_config=_structured_outputs_config(args),
+        lora_config=_lora_config(args),
         speculative_config=_speculative_config(args),
         shutdown_timeout_s=check_float("shutdown_timeout_s", args.shutdown_timeout_s, 0, 1e6),
+        reasoning_config=_reasoning_config(args, path, model_config),
     )
 
 
@@ -362,9 +368,56 @@ def _structured_outputs_config(args: EngineArgs) -> StructuredOutputsConfig:
     if config is not None and config.reasoning_parser is not None:
         raise UnsupportedFeatureError(
             f"structured_outputs_config.reasoning_parser={config.reasoning_parser!r} is not "
-            "supported: thinking models get no special treatment"
+            "supported: say where thoughts begin and end with reasoning_config"
         )
+    if config is not None:
+        check_bool("structured_outputs_config.enable_in_reasoning", config.enable_in_reasoning)
     return config or StructuredOutputsConfig()
+
+
+def _reasoning_config(args: EngineArgs, path: Path, model: ModelConfig) -> ReasoningConfig | None:
+    """The markers as ids: those given, or what the tokenizer makes of their texts."""
+    config = _from_dict("reasoning_config", ReasoningConfig, args.reasoning_config)
+    if config is None:
+        return None
+    tokenizer: Any = None
+    found: dict[str, tuple[int, ...]] = {}
+    for name in ("think_start", "think_end"):
+        ids = tuple(getattr(config, f"{name}_token_ids"))
+        if not ids:
+            if model.skip_tokenizer_init:
+                raise InvalidParameterError(
+                    f"reasoning_config.{name}_token_ids must be given: there is no tokenizer",
+                    parameter="reasoning_config",
+                )
+            if tokenizer is None:
+                from tellin.loading import load_tokenizer
+
+                tokenizer = load_tokenizer(Path(args.tokenizer) if args.tokenizer else path)
+            text = getattr(config, f"{name}_str")
+            ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
+        if not ids or not all(isinstance(i, int) and 0 <= i < model.vocab_size for i in ids):
+            raise InvalidParameterError(
+                f"reasoning_config.{name} must be at least one id below {model.vocab_size}, "
+                f"got {list(ids)}",
+                parameter="reasoning_config",
+                value=list(ids),
+            )
+        found[f"{name}_token_ids"] = ids
+    return dataclasses.replace(
+        config,
+        think_start_token_ids=found["think_start_token_ids"],
+        think_end_token_ids=found["think_end_token_ids"],
+    )
+
+
+def _lora_config(args: EngineArgs) -> LoRAConfig | None:
+    check_bool("enable_lora", args.enable_lora)
+    max_loras = check_int("max_loras", args.max_loras, 1, MAX_LORAS)
+    rank = check_int("max_lora_rank", args.max_lora_rank, 1, MAX_LORA_RANK)
+    kept = max_loras if args.max_cpu_loras is None else args.max_cpu_loras
+    kept = check_int("max_cpu_loras", kept, max_loras)
+    return LoRAConfig(rank, max_loras, kept) if args.enable_lora else None
 
 
 def _speculative_config(args: EngineArgs) -> SpeculativeConfig | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -165,9 +165,9 @@ class Executor(ABC):
             span for spans in self.collective_rpc("profile", args=(is_start,)) for span in spans
         ]
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; False if it was loaded already."""
-        return bool(self._agreed("add_lora", lora_request))
+    def add_lora(self, lora_request: LoRARequest, in_use: Collection[int] = ()) -> bool:
+        """Load an adapter if it is not loaded; those ``in_use`` (ids) stay loaded."""
+        return bool(self._agreed("add_lora", lora_request, in_use))
 
     def remove_lora(self, lora_id: int) -> bool:
         """Drop an adapter; False if it was not there."""

@@ -134,15 +134,18 @@ def canonical_from_hf(
     """A Hugging Face checkpoint's tensors under canonical names."""
 
     def rename(name: str) -> str | None:
-        if is_dropped_hf_name(name):
-            return None
-        name = _HF_PREFIX.sub("", name, count=1) if _HF_PREFIX.match(name) else name
-        if hparams.architecture == "bert":
-            for pattern, replacement in _HF_BERT:
-                name = pattern.sub(replacement, name)
-        return name
+        return None if is_dropped_hf_name(name) else canonical_hf_name(hparams.architecture, name)
 
     return _canonical(path, hparams, tensors.values(), rename)
+
+
+def canonical_hf_name(architecture: str, name: str) -> str:
+    """The canonical name of one Hugging Face tensor; fused matrices keep theirs."""
+    name = _HF_PREFIX.sub("", name, count=1) if _HF_PREFIX.match(name) else name
+    if architecture == "bert":
+        for pattern, replacement in _HF_BERT:
+            name = pattern.sub(replacement, name)
+    return name
 
 
 def is_dropped_hf_name(name: str) -> bool:
@@ -172,29 +175,38 @@ def _split_fused(
     path: Path, hparams: ModelHParams, name: str, tensor: TensorRef
 ) -> list[tuple[str, TensorRef]]:
     stem, _, kind = name.rpartition(".")
-    kv_rows = hparams.num_key_value_heads * hparams.head_dim
-    rows: tuple[int, ...]
-    parts: tuple[str, ...]
-    if stem.endswith(".qkv_proj"):
-        rows = (hparams.num_attention_heads * hparams.head_dim, kv_rows, kv_rows)
-        parts = ("q_proj", "k_proj", "v_proj")
-    elif stem.endswith(".gate_up_proj"):
-        rows = (hparams.intermediate_size, hparams.intermediate_size)
-        parts = ("gate_proj", "up_proj")
-    else:
+    parts = fused_parts(hparams, stem)
+    if not parts:
         return [(name, tensor)]
-    if tensor.shape[0] != sum(rows):
+    counts = [count for _, count in parts]
+    if tensor.shape[0] != sum(counts):
         raise ModelLoadError(
-            f"{path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, expected {sum(rows)} "
-            f"({' + '.join(map(str, rows))})"
+            f"{path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, expected {sum(counts)} "
+            f"({' + '.join(map(str, counts))})"
         )
-    prefix = stem.rpartition(".")[0]
     split = []
     start = 0
-    for part, count in zip(parts, rows, strict=True):
-        split.append((f"{prefix}.{part}.{kind}", _rows(tensor, start, count)))
+    for part, count in parts:
+        split.append((f"{part}.{kind}", _rows(tensor, start, count)))
         start += count
     return split
+
+
+def fused_parts(hparams: ModelHParams, layer: str) -> list[tuple[str, int]]:
+    """Name and rows of each linear layer that a fused one consists of; none if it is not fused."""
+    prefix, _, name = layer.rpartition(".")
+    kv_rows = hparams.num_key_value_heads * hparams.head_dim
+    if name == "qkv_proj":
+        rows = {
+            "q_proj": hparams.num_attention_heads * hparams.head_dim,
+            "k_proj": kv_rows,
+            "v_proj": kv_rows,
+        }
+    elif name == "gate_up_proj":
+        rows = dict.fromkeys(("gate_proj", "up_proj"), hparams.intermediate_size)
+    else:
+        return []
+    return [(f"{prefix}.{part}", count) for part, count in rows.items()]
 
 
 def _rows(tensor: TensorRef, start: int, count: int) -> TensorRef:

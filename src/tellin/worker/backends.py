@@ -67,6 +67,9 @@ def open_backend(config: EngineConfig, path: Path) -> Backend:
                 source,
                 max_model_len=model.max_model_len,
                 pooling=model.runner_type == "pooling",
+                max_lora_rank=None
+                if config.lora_config is None
+                else config.lora_config.max_lora_rank,
             ),
             num_threads=parallel.num_threads or config.settings.num_threads,
             isa=config.settings.isa,

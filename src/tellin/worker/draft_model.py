@@ -8,6 +8,7 @@ id there is the one it was fed: a rejected draft's position is computed again.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -191,7 +192,7 @@ def make_draft_model(config: EngineConfig, batch: InputBatch) -> DraftModelDraft
     return DraftModelDrafter(
         batch,
         min(draft.context_length, config.scheduler_config.max_model_len),
-        lambda: open_backend(config, path),
+        lambda: open_backend(dataclasses.replace(config, lora_config=None), path),
         min(model.tokenizer_size, draft.vocab_size, model.vocab_size),
         config.cache_config.block_size,
         config.scheduler_config.max_num_batched_tokens,

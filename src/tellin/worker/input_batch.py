@@ -39,6 +39,7 @@ class RequestState:
     sampling_params: SamplingParams | None
     pooling_params: PoolingParams | None
     rng_key: int
+    lora_id: int = 0
     wants_logprobs: bool = False
     num_blocks: int = 0
     output_token_ids: list[int] = field(default_factory=list)
@@ -53,6 +54,7 @@ class InputBatch:
         num_tokens, num_prompt_tokens, num_computed_tokens ``[num_slots]``.
         num_draft_tokens ``[num_slots]``: drafts scheduled in this step.
         num_draft_computed ``[num_slots]``: tokens that a draft model has been fed.
+        adapter_slots ``[num_slots]``: the backend's slot of its LoRA adapter, -1 = none.
         block_table ``[num_slots, block_capacity]``.
     """
 
@@ -65,6 +67,8 @@ class InputBatch:
         self.num_computed_tokens: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
         self.num_draft_tokens: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
         self.num_draft_computed: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
+        self.adapter_slots: Int32Array = np.full(_MIN_SLOTS, -1, np.int32)
+        self.has_adapters = False
         self.has_drafts = False
         self.states: dict[str, RequestState] = {}
         self.states_by_slot: dict[int, RequestState] = {}
@@ -153,9 +157,16 @@ class InputBatch:
             self._num_slots += 1
         num_tokens = len(data.token_ids)
         self._reserve(slot + 1, num_tokens + 1, len(data.block_ids))
+        lora = data.lora_request
         state = RequestState(
-            data.req_id, slot, data.sampling_params, data.pooling_params, data.rng_key
+            data.req_id,
+            slot,
+            data.sampling_params,
+            data.pooling_params,
+            data.rng_key,
+            0 if lora is None else lora.lora_int_id,
         )
+        self.adapter_slots[slot] = -1
         if data.req_id in self.states:  # left over from a step that was interrupted
             self._finish(data.req_id)
         self.states[data.req_id] = state
@@ -300,6 +311,7 @@ class InputBatch:
             self.num_computed_tokens = _extended(self.num_computed_tokens, slots)
             self.num_draft_tokens = _extended(self.num_draft_tokens, slots)
             self.num_draft_computed = _extended(self.num_draft_computed, slots)
+            self.adapter_slots = _extended(self.adapter_slots, slots)
         if slots != old_slots or num_tokens > old_tokens:
             self.token_ids = self._copied(self.token_ids, slots, _grown(old_tokens, num_tokens))
         if slots != old_slots or num_blocks > old_blocks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +20,14 @@ from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutp
 from tellin.worker.backends import Backend, hidden_rows_are_tokens
 from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
+from tellin.worker.lora import AdapterBackend, LoRAManager
 from tellin.worker.pooler import Pooler, PoolRows
 from tellin.worker.prompt_logprobs import PromptLogprobs, PromptRows
 from tellin.worker.spec_decode import make_drafter
 from tellin.worker.steady_decode import SteadyDecode
 from tellin.worker.step_inputs import StepInputs, build_inputs, build_step
 from tellin.worker.step_output import StepOutput
+from tellin.worker.thinking import ThinkingBudgets
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
@@ -48,11 +50,16 @@ class ModelRunner:
         self.num_ids = min(model.tokenizer_size or model.vocab_size, model.vocab_size)
         self.sampler = Sampler(self.num_ids, model.logprobs_mode)
         self.processors = LogitsProcessors(config, self.sampler)
+        self.thinking = ThinkingBudgets(config.reasoning_config, self.num_ids, model.logprobs_mode)
         self.batch = InputBatch(track_outputs=self.processors.engine_wide)
         self.drafter = make_drafter(config, self.batch)
+        self.pooler = None if model.pooler_config is None else Pooler(model.pooler_config)
+        self.lora = None
+        if config.lora_config is not None:
+            self.lora = LoRAManager(config.lora_config, model.path)
+        self._lora_version = 0
         self._backend: Backend | None = None
         self.adopt_backend(backend)
-        self.pooler = None if model.pooler_config is None else Pooler(model.pooler_config)
         self._pooled: dict[str, Float32Array] = {}
         self._prompt_logprobs: dict[str, PromptLogprobs] = {}
         self._max_prompt_logits = max(_PROMPT_LOGITS_BYTES // (4 * self.vocab_size), 16)
@@ -110,6 +117,8 @@ class ModelRunner:
         """Go on with a fresh backend for the same model."""
         self._backend = backend
         self.sampler.team = getattr(backend, "thread_team", None)
+        if self.lora is not None:
+            self.lora.forget_slots()
         if self.drafter is not None:
             self.drafter.reopen()
 
@@ -126,7 +135,7 @@ class ModelRunner:
         started = time.perf_counter()
         steady = self._steady
         if steady is not None:
-            if steady.advance(step):
+            if self._slots_are_unchanged() and steady.advance(step):
                 logits = self.backend.forward(steady.inputs.step)
                 seconds = time.perf_counter() - started
                 self._pending = (step, steady.inputs, logits, seconds)
@@ -144,8 +153,27 @@ class ModelRunner:
             if self.drafter is not None:
                 self.drafter.copy_kv_blocks(step.kv_block_copies)
         self._rows_changed = update is not None
+        if self.lora is not None:
+            self._activate_adapters(self.lora)
         inputs, logits = self._forward(step)
         self._pending = (step, inputs, logits, time.perf_counter() - started)
+
+    def _slots_are_unchanged(self) -> bool:
+        """Whether adapters lie where they lay in the last step."""
+        return self.lora is None or self.lora.version == self._lora_version
+
+    def _activate_adapters(self, lora: LoRAManager) -> None:
+        """See to it that the adapters of this step's requests are in the backend."""
+        batch = self.batch
+        wanted = {state.lora_id for state in batch.row_states if state.lora_id}
+        slots = lora.activate(wanted, cast("AdapterBackend", self.backend)) if wanted else {}
+        batch.has_adapters = bool(slots)
+        for state in batch.row_states:
+            if state.lora_id:
+                batch.adapter_slots[state.slot] = slots.get(state.lora_id, -1)
+                if state.lora_id not in slots:
+                    state.error = f"its LoRA adapter (id {state.lora_id}) is not loaded any more"
+        self._lora_version = lora.version
 
     def _admit(self, state: RequestState) -> None:
         params = state.sampling_params
@@ -153,11 +181,9 @@ class ModelRunner:
             if self.pooler is None:
                 state.error = "this engine cannot pool: it was started to generate"
             return
-        if params.thinking_token_budget is not None:
-            state.error = "thinking_token_budget: this build knows no thinking models' markers"
-            return
         self.sampler.set_slot(state.slot, params, state.rng_key)
         self.processors.add_request(state)
+        self.thinking.add_request(state, self.batch)
         if params.prompt_logprobs is not None:
             num_prompt = int(self.batch.num_prompt_tokens[state.slot])
             self._prompt_logprobs[state.req_id] = PromptLogprobs(num_prompt, params.prompt_logprobs)
@@ -165,6 +191,7 @@ class ModelRunner:
     def _forget(self, req_id: str) -> None:
         self._prompt_logprobs.pop(req_id, None)
         self.processors.remove_request(req_id)
+        self.thinking.remove_request(req_id)
         if self.pooler is not None:
             self.pooler.forget(req_id)
         state = self.batch.states.get(req_id)
@@ -272,7 +299,9 @@ class ModelRunner:
     def _run_head(self, table: PromptLogprobs, state: RequestState, start: int, count: int) -> None:
         rows = PromptRows(table, state, start, _range(count))
         slots, starts, counts = (np.array([x], np.int32) for x in (state.slot, start, count))
-        step = build_step(self.batch, slots, starts, counts, rows.token_rows, self.block_size)
+        step = build_step(
+            self.batch, slots, starts, counts, rows.token_rows, self.block_size, with_adapters=True
+        )
         self._fill(rows, self.backend.forward(step))
 
     def _fill(self, rows: PromptRows, logits: Float32Array) -> None:
@@ -303,6 +332,8 @@ class ModelRunner:
             result, processor_errors = self._sample(inputs, logits, grammar)
         kept = StepOutput(self.batch, inputs, result, processor_errors)
         kept.keep()
+        if self.thinking.active:
+            self.thinking.advance(inputs, self.batch, kept.kept)
         output = kept.build(self.sampler, 0.0)
         for state in self.batch.row_states:
             if state.error is not None:
@@ -330,6 +361,7 @@ class ModelRunner:
             self._rows_changed
             or step.structured_output_req_ids
             or self.processors.active
+            or self.thinking.active
             or self._prompt_logprobs
             or output.errors
             or output.logprobs is not None
@@ -347,10 +379,17 @@ class ModelRunner:
             return SampleResult(_range(0), _range(0)), {}
         rows = self._sample_rows(inputs, grammar)
         columns = self._num_logprob_columns(inputs)
-        if not self.processors.active:
-            return self.sampler.sample(logits, rows, num_logprob_columns=columns), {}
-        row_of = np.repeat(inputs.sample_rows, np.diff(inputs.sample_start))
-        return self.processors.sample(logits, rows, self.batch, row_of, columns)
+        forced = self.thinking.forced_rows(inputs, self.batch) if self.thinking.active else {}
+        raw = {row: logits[row].copy() for row in forced} if columns else {}
+        errors: dict[int, str] = {}
+        if self.processors.active:
+            row_of = np.repeat(inputs.sample_rows, np.diff(inputs.sample_start))
+            result, errors = self.processors.sample(logits, rows, self.batch, row_of, columns)
+        else:
+            result = self.sampler.sample(logits, rows, num_logprob_columns=columns)
+        if forced:
+            self.thinking.force(forced, raw, result)
+        return result, errors
 
     def _sample_rows(self, inputs: StepInputs, grammar: GrammarOutput | None) -> SampleRows:
         batch = self.batch

@@ -61,6 +61,7 @@ class SteadyDecode:
             seq_lens=known - 1,
             block_table=table,
             logits_indices=rows[:-1],
+            adapter_slots=batch.adapter_slots[slots] if batch.has_adapters else None,
         )
         sample_rows = np.array([batch.row_of(req_id) for req_id in req_ids], np.int32)
         self.inputs = StepInputs(step, sample_rows, rows, count)

@@ -44,8 +44,13 @@ def build_step(
     counts: Int32Array,
     logits_indices: Int32Array,
     block_size: int,
+    *,
+    with_adapters: bool = False,
 ) -> StepBatch:
-    """The backend's batch: ``counts[i]`` tokens of each slot from position ``computed[i]``."""
+    """The backend's batch: ``counts[i]`` tokens of each slot from position ``computed[i]``.
+
+    A draft model's batch is without the requests' adapters.
+    """
     query_start = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
     positions = positions_of(query_start, computed, counts)
@@ -62,6 +67,7 @@ def build_step(
         seq_lens=seq_lens,
         block_table=np.ascontiguousarray(batch.block_table[slots, :num_blocks]),
         logits_indices=logits_indices,
+        adapter_slots=batch.adapter_slots[slots] if with_adapters and batch.has_adapters else None,
     )
 
 
@@ -102,5 +108,7 @@ def build_inputs(
     logits_indices = sampled.astype(np.int32)
     if extra_logits:
         logits_indices = np.concatenate([logits_indices, *extra_logits])
-    step = build_step(batch, slots, computed, counts, logits_indices, block_size)
+    step = build_step(
+        batch, slots, computed, counts, logits_indices, block_size, with_adapters=True
+    )
     return StepInputs(step, sample_rows, sample_start, len(sampled))

@@ -7,7 +7,7 @@ back. Between `sleep` and `wake_up` the parts that were put away really are gone
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,6 +22,7 @@ from tellin.exceptions import (
 from tellin.kernels.batch import StepBatch
 from tellin.trace import Span
 from tellin.worker.backends import Backend, open_backend
+from tellin.worker.lora import AdapterBackend, LoRAManager
 from tellin.worker.memory import process_memory, resident_bytes
 from tellin.worker.model_runner import ModelRunner
 from tellin.worker.pooler import TASKS as POOLING_TASKS
@@ -217,26 +218,47 @@ class Worker:
         """What the operations of the plan cost in the last profile: `OperationProfile` as dicts."""
         return [asdict(operation) for operation in self._operations]
 
-    def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter."""
-        raise UnsupportedFeatureError(
-            f"LoRA adapters are not supported by this build; {lora_request.lora_name!r} was "
-            "not loaded"
-        )
+    # ------------------------------------------------------------------ adapters
+
+    def add_lora(self, lora_request: LoRARequest, in_use: Collection[int] = ()) -> bool:
+        """Load an adapter, if it is not loaded.
+
+        Args:
+            in_use: ids of adapters that live requests need, which must stay.
+
+        Raises:
+            UnsupportedFeatureError: the engine was started without LoRA.
+            AdapterError: it cannot be loaded; nothing has changed.
+            EngineError: the weights are put away.
+        """
+        backend = cast("AdapterBackend", self.runner.backend)
+        return self._lora(lora_request.lora_name).add(lora_request, backend, in_use)
 
     def remove_lora(self, lora_id: int) -> bool:
-        """Drop an adapter: there is none, ever."""
-        return False
+        """Drop an adapter; False if it is not loaded."""
+        backend = cast("AdapterBackend | None", self.runner.model)
+        return self.runner.lora is not None and self.runner.lora.remove(lora_id, backend)
 
     def pin_lora(self, lora_id: int) -> bool:
-        """Keep an adapter loaded."""
-        raise UnsupportedFeatureError(
-            f"LoRA adapters are not supported by this build; there is no adapter {lora_id} to pin"
-        )
+        """Keep an adapter loaded until it is removed.
+
+        Raises:
+            UnsupportedFeatureError: the engine was started without LoRA.
+            AdapterError: it is not loaded.
+        """
+        return self._lora(str(lora_id)).pin(lora_id)
 
     def list_loras(self) -> list[int]:
-        """Ids of loaded adapters: none."""
-        return []
+        """Ids of the loaded adapters."""
+        return [] if self.runner.lora is None else self.runner.lora.list()
+
+    def _lora(self, name: str) -> LoRAManager:
+        if self.runner.lora is None:
+            raise UnsupportedFeatureError(
+                f"LoRA is off, so adapter {name} cannot be used; start the engine with "
+                "enable_lora=True"
+            )
+        return self.runner.lora
 
     def shutdown(self) -> None:
         """Release weights and pool. May be called again."""
