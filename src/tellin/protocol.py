@@ -31,7 +31,7 @@ class FinishReason(enum.IntEnum):
 
 
 class EngineCoreRequestType(enum.Enum):
-    """First frame of a message to a core process: one byte."""
+    """First byte of a message to a core process."""
 
     ADD = b"\x00"
     ABORT = b"\x01"

@@ -9,6 +9,7 @@ and decoders are not thread-safe: one per thread.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -25,6 +26,37 @@ EXT_ARRAY_FRAME = 2
 EXT_PICKLE = 3
 
 Frame = bytes | bytearray | memoryview
+
+
+def join_frames(frames: Sequence[Frame]) -> bytes:
+    """All frames in one piece, for transports where only one piece is sent whole or not at all.
+
+    Layout: number of frames and the size of each as little-endian 64-bit integers, then the frames.
+    """
+    sizes = struct.pack(f"<{len(frames) + 1}Q", len(frames), *map(len, frames))
+    return b"".join((sizes, *frames))
+
+
+def split_frames(message: Frame) -> list[memoryview]:
+    """The frames in a message of `join_frames`, without a copy.
+
+    Raises:
+        msgspec.DecodeError: it is none.
+    """
+    view = memoryview(message)
+    try:
+        (count,) = struct.unpack_from("<Q", view)
+        sizes = struct.unpack_from(f"<{count}Q", view, 8)
+    except struct.error as error:
+        raise msgspec.DecodeError(f"message of {len(view)} bytes has no frames: {error}") from None
+    frames = []
+    start = 8 * (count + 1)
+    for size in sizes:
+        frames.append(view[start : start + size])
+        start += size
+    if not frames or start != len(view):
+        raise msgspec.DecodeError(f"message has {len(view)} bytes where its sizes say {start}")
+    return frames
 
 
 class Encoder:
@@ -126,5 +158,7 @@ def _array_from(dtype: str, shape: list[int], data: Frame) -> npt.NDArray[np.gen
         np.frombuffer(data, dtype=np.dtype(dtype)) if len(data) else np.empty(0, np.dtype(dtype))
     )
     array = array.reshape(shape)
+    if not array.flags.aligned:  # it lies anywhere in a message; not all code copes with that
+        array = array.copy()
     array.flags.writeable = False
     return array

@@ -18,7 +18,7 @@ from tellin.protocol import (
     SchedulerStats,
 )
 from tellin.sampling_params import SamplingParams, StructuredOutputsParams
-from tellin.serialization import Decoder, Encoder
+from tellin.serialization import Decoder, Encoder, join_frames, split_frames
 from tellin.step_protocol import LogprobsLists
 
 DTYPES = st.sampled_from(["<f4", "<f8", "<i4", "<i8", "|u1", "|b1", "<f2"])
@@ -125,3 +125,22 @@ def test_a_frame_number_outside_the_message_is_refused() -> None:
     frame = msgspec.msgpack.encode(msgspec.msgpack.Ext(2, inner))
     with pytest.raises(msgspec.ValidationError, match="no auxiliary frame 1"):
         Decoder().decode([frame])
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=6))
+def test_frames_travel_in_one_piece(frames: list[bytes]) -> None:
+    """What is sent to a core is one part, so that an interrupt cannot cut it in two."""
+    message = join_frames([*frames[:-1], memoryview(frames[-1])])
+    assert [bytes(frame) for frame in split_frames(message)] == frames
+    for wrong in (message[:-1], message + b"x", b"", b"\xff" * 8, message[1:]):
+        if wrong != message:
+            with pytest.raises(msgspec.DecodeError):
+                split_frames(wrong)
+
+
+def test_arrays_in_one_piece_are_aligned() -> None:
+    array = np.arange(500, dtype=np.float64)
+    frames = split_frames(memoryview(b"x" + join_frames(Encoder().encode(["r", array])))[1:])
+    decoded = Decoder().decode(frames)[1]
+    assert decoded.flags.aligned
+    assert (decoded == array).all()

@@ -223,7 +223,7 @@ def test_a_sleeping_engine_says_so_instead_of_waiting(make_engine: EngineMaker) 
             return EngineCoreOutputs()
 
     llm = LLM.from_engine(make_engine(echo, client_class=Client))
-    llm.llm_engine.engine_core.utilities["is_sleeping"] = True  # type: ignore[attr-defined]
+    llm.sleep(0)
     with pytest.raises(EngineError, match="wake_up"):
         llm.generate("a")
     assert is_idle(llm)

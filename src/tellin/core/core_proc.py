@@ -19,8 +19,9 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import zmq
@@ -34,7 +35,7 @@ from tellin.protocol import (
     EngineCoreRequest,
     EngineCoreRequestType,
 )
-from tellin.serialization import Decoder, Encoder, Frame
+from tellin.serialization import Decoder, Encoder, Frame, split_frames
 
 logger = logging.getLogger("tellin.core")
 
@@ -181,22 +182,26 @@ class EngineCoreProc:
         while not self._stop_input.is_set():
             for socket, _ in poller.poll(timeout=200):
                 client_index = self._inputs.index(socket)
-                kind, *frames = socket.recv_multipart(copy=True)
-                self._handle_input(client_index, kind, frames, decoder, generic)
+                # The last part is the message. Parts before it are what is left of a message whose
+                # sender was interrupted (Ctrl-C) before it got that far.
+                *_, message = socket.recv_multipart(copy=True)
+                self._handle_input(client_index, message, decoder, generic)
         for socket in self._inputs:
             socket.close()
 
     def _handle_input(
         self,
         client_index: int,
-        kind: bytes,
-        frames: list[bytes],
+        message: bytes,
         decoder: Decoder[EngineCoreRequest],
         generic: Decoder[Any],
     ) -> None:
         loop = self.loop
         assert loop is not None, "the input thread starts after the loop exists"
+        kind = message[:1]
+        frames: list[memoryview] = []
         try:
+            frames = split_frames(memoryview(message)[1:])
             if kind == EngineCoreRequestType.ADD.value:
                 request = decoder.decode(frames)
                 request.client_index = client_index
@@ -252,9 +257,9 @@ class EngineCoreProc:
             return encoder.encode(outputs)
 
 
-def _request_id_of(kind: bytes, frames: list[bytes]) -> str | None:
+def _request_id_of(kind: bytes, frames: Sequence[Frame]) -> str | None:
     """Id of an ADD message whose body does not decode, if at least the id does."""
-    if kind != EngineCoreRequestType.ADD.value:
+    if kind != EngineCoreRequestType.ADD.value or not frames:
         return None
     try:
         fields = msgspec.msgpack.decode(frames[0], ext_hook=lambda code, data: None)
@@ -270,43 +275,55 @@ def _watch_parent() -> None:
     os._exit(0)
 
 
-def _handle_signals(proc: EngineCoreProc) -> None:
-    """SIGTERM asks for an orderly end. SIGINT, sent to both by a terminal, is the parent's."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _wait_for_term(proc: EngineCoreProc) -> None:
+    """End in good order when SIGTERM comes; at once while the core is still being built.
 
-    def on_term(signum: int, frame: object) -> None:
-        # the handler may interrupt a queue operation: hand over to a thread
-        threading.Thread(target=stop, daemon=True).start()
-
-    def stop() -> None:
-        if proc.loop is None:
-            os._exit(0)
-        proc.loop.request_shutdown()
-
-    signal.signal(signal.SIGTERM, on_term)
+    A thread that waits, not a handler: that would run in the middle of other code, and only when
+    the main thread next executes any.
+    """
+    signal.sigwait({signal.SIGTERM})
+    if proc.loop is None:
+        os._exit(0)
+    proc.loop.request_shutdown()
 
 
 def read_start_message() -> StartMessage:
-    """Read the start message from standard input (8 bytes of length, then a pickle)."""
+    """Read the start message from standard input (8 bytes of length, then a pickle).
+
+    Raises:
+        SystemExit: the parent is gone.
+    """
     stream = sys.stdin.buffer
-    size = int.from_bytes(stream.read(8), "little")
-    header_size = int.from_bytes(stream.read(8), "little")
-    sys_path = pickle.loads(stream.read(header_size))
+    size = int.from_bytes(_read(stream, 8), "little")
+    header_size = int.from_bytes(_read(stream, 8), "little")
+    sys_path = pickle.loads(_read(stream, header_size))
     sys.path[:] = sys_path
-    message = pickle.loads(stream.read(size))
+    message = pickle.loads(_read(stream, size))
     assert isinstance(message, StartMessage)
     return message
 
 
+def _read(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        sys.exit(1)
+    return data
+
+
 def main() -> int:
     """Entry point of the child process; returns its exit code."""
+    # The parent has blocked them before it started this process. Ctrl-C, which a terminal sends to
+    # both, is the parent's. Threads started from here on have them blocked too.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     start = read_start_message()
     logging.basicConfig(
         level=start.log_level,
         format=f"%(levelname)s %(asctime)s [EngineCore_{start.engine_index}] %(name)s: %(message)s",
     )
     proc = EngineCoreProc(start)
-    _handle_signals(proc)
+    threading.Thread(
+        target=_wait_for_term, args=(proc,), name="tellin-sigterm", daemon=True
+    ).start()
     threading.Thread(target=_watch_parent, name="tellin-parent", daemon=True).start()
     try:
         proc.run()

@@ -216,8 +216,7 @@ class AsyncLLM:
                 )
                 await self.engine_core.add_request_async(child)
         except BaseException:
-            for request_id in added:
-                self.output_processor.remove_request(request_id)
+            self.output_processor.remove_requests(added, parent)
             await self.engine_core.abort_requests_async(added)
             raise
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -34,19 +35,7 @@ class CoreProcess:
         Raises:
             EngineStartError: the configuration cannot be sent to another process.
         """
-        payload = _pickle_start(start)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tellin.core.core_proc"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        )
-        stdin = self._process.stdin
-        assert stdin is not None
-        try:
-            stdin.write(payload)
-            stdin.flush()
-        except BrokenPipeError:
-            logger.error("the engine core ended before it could read its start message")
+        self._process = _start_child(_pickle_start(start))
         self._monitor = threading.Thread(
             target=_wait_for_exit, args=(self._process, on_exit), name="tellin-monitor", daemon=True
         )
@@ -75,6 +64,37 @@ class CoreProcess:
                 self._process.stdin.close()
             except BrokenPipeError:
                 pass
+
+
+def _start_child(payload: bytes) -> subprocess.Popen[bytes]:
+    """The child, with its start message written.
+
+    It begins with SIGINT and SIGTERM blocked: Ctrl-C is the parent's, even while the child's
+    interpreter starts.
+    """
+    process: subprocess.Popen[bytes] | None = None
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tellin.core.core_proc"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+        )
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(payload)
+            process.stdin.flush()
+        except BrokenPipeError:
+            logger.error("the engine core ended before it could read its start message")
+        return process
+    except BaseException:  # an interrupt
+        if process is not None:
+            process.kill()
+            process.wait()
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def _wait_for_exit(process: subprocess.Popen[bytes], on_exit: Callable[[int], None]) -> None:

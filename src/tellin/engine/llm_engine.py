@@ -81,7 +81,7 @@ class LLMEngine:
         self.scopes = ScopeRecorder(config.settings.profiling_scopes)
         self._supported_tasks: tuple[str, ...] | None = None
         self._last_log_time: float | None = None
-        self._sleep_level = 0
+        self.sleep_level: int | None = None  # None = awake
         self._is_closed = False
         tokenizer = load_engine_tokenizer(config)
         self.renderer = Renderer(config, tokenizer)
@@ -216,27 +216,21 @@ class LLMEngine:
     def _send(self, request: EngineCoreRequest, prompt_text: str | None, truncated: int) -> None:
         """Register, then hand over to the core; all of it or nothing."""
         params = request.sampling_params
+        n = 1 if params is None else params.n
+        parent = ParentRequest(request) if n > 1 else None
         added: list[str] = []
         try:
-            if params is None or params.n == 1:
-                added.append(request.request_id)
-                self.output_processor.add_request(
-                    request, prompt_text, num_truncated_prompt_tokens=truncated
-                )
-                self.engine_core.add_request(request)
-                return
-            parent = ParentRequest(request)
-            for index in range(params.n):
-                child = copy(request) if index < params.n - 1 else request
-                child.request_id, child.sampling_params = parent.get_child_info(index)
+            for index in range(n):
+                child = copy(request) if index < n - 1 else request
+                if parent is not None:
+                    child.request_id, child.sampling_params = parent.get_child_info(index)
                 added.append(child.request_id)
                 self.output_processor.add_request(
                     child, prompt_text, parent, index, num_truncated_prompt_tokens=truncated
                 )
                 self.engine_core.add_request(child)
         except BaseException:
-            for request_id in added:
-                self.output_processor.remove_request(request_id)
+            self.output_processor.remove_requests(added, parent)
             self.engine_core.abort_requests(added)
             raise
 
@@ -350,7 +344,7 @@ class LLMEngine:
         if level >= 1:
             self.renderer.clear_mm_cache()
         self.engine_core.call_utility("sleep", level, mode)
-        self._sleep_level = level
+        self.sleep_level = level
         if self.logger_manager is not None:
             self.logger_manager.record_sleep_state(True, level)
 
@@ -358,9 +352,9 @@ class LLMEngine:
         """Undo `sleep`. ``tags``: weights, kv_cache, scheduling; None = everything."""
         self.engine_core.call_utility("wake_up", tags)
         is_sleeping = self.is_sleeping()
-        self._sleep_level = self._sleep_level if is_sleeping else 0
+        self.sleep_level = self.sleep_level if is_sleeping else None
         if self.logger_manager is not None:
-            self.logger_manager.record_sleep_state(is_sleeping, self._sleep_level)
+            self.logger_manager.record_sleep_state(is_sleeping, self.sleep_level or 0)
 
     def is_sleeping(self) -> bool:
         """Whether scheduling is paused or memory was given back."""

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,50 @@ from tellin.protocol import (
     EngineCoreRequestType,
     UtilityOutput,
 )
-from tellin.serialization import Decoder, Encoder
+from tellin.serialization import Decoder, Encoder, join_frames
 
 logger = logging.getLogger("tellin.engine")
 
+WAIT_SLICE_S = 0.25
+"""Longest wait in one piece. Python notices a signal (Ctrl-C) that arrives between its last check
+and the start of a wait only when that wait ends."""
+
 OutputSink = Callable[[EngineCoreOutputs | Exception], None]
+
+
+class _Reply:
+    """Result of a utility call, for a thread that waits for it.
+
+    A `Future` would not do: Ctrl-C while it holds its condition leaves that locked for ever, and
+    the output thread with it.
+    """
+
+    def __init__(self) -> None:
+        self._pending = threading.Lock()
+        self._pending.acquire()
+        self._result: Any = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        return not self._pending.locked()
+
+    def set_running_or_notify_cancel(self) -> bool:
+        return True
+
+    def set_result(self, result: Any) -> None:
+        self._result = result
+        self._pending.release()
+
+    def set_exception(self, error: Exception) -> None:
+        self._error = error
+        self._pending.release()
+
+    def wait(self) -> Any:
+        while not self._pending.acquire(timeout=WAIT_SLICE_S):
+            pass
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 class _Resources:
@@ -64,7 +103,7 @@ class _Resources:
         self.send_lock = threading.Lock()
         self.process: CoreProcess | None = None
         self.output_thread: threading.Thread | None = None
-        self.pending: dict[int, Future[Any]] = {}
+        self.pending: dict[int, Future[Any] | _Reply] = {}
         self.sink: OutputSink | None = None
         self.dead: Exception | None = None
         self.exit_error: Exception | None = (
@@ -229,25 +268,25 @@ class MPClient:
     def _send(self, kind: EngineCoreRequestType, obj: Any) -> None:
         self.check_alive()
         with self._resources.send_lock:
-            frames = self._encoder.encode(obj)
+            # One part besides the address: a Ctrl-C between parts would leave half a message in the
+            # socket, and the next one would be taken for its end. Copied, because the deallocator
+            # of zero-copy frames swallows the exception of a signal that arrives just then.
+            message = kind.value + join_frames(self._encoder.encode(obj))
             if self._resources.input_socket is None:
                 raise EngineClosedError("the engine has been shut down")
-            self._resources.input_socket.send_multipart(
-                [self._identity, kind.value, *frames], copy=False
-            )
+            self._resources.input_socket.send(self._identity, zmq.SNDMORE)
+            self._resources.input_socket.send(message)
 
-    def _call_utility(self, method: str, *args: Any) -> Future[Any]:
+    def _call_utility(self, reply: Future[Any] | _Reply, method: str, args: Sequence[Any]) -> None:
         call_id = uuid.uuid1().int >> 64
-        future: Future[Any] = Future()
-        self._resources.pending[call_id] = future
+        self._resources.pending[call_id] = reply
         try:
             self._send(EngineCoreRequestType.UTILITY, (call_id, method, list(args)))
         except BaseException:
             self._resources.pending.pop(call_id, None)
             raise
-        if self._resources.dead is not None and not future.done():
-            future.set_exception(self._resources.dead)
-        return future
+        if self._resources.dead is not None and not reply.done():
+            reply.set_exception(self._resources.dead)
 
     def dp_engines_running(self) -> bool:
         return False
@@ -340,13 +379,22 @@ class SyncMPClient(MPClient):
         """
         if self._resources.dead is not None and self._outputs.empty():
             raise self._resources.dead
-        try:
-            item = self._outputs.get(timeout=timeout)
-        except queue.Empty:
+        item = self._take(timeout)
+        if item is None:
             return EngineCoreOutputs()
         if isinstance(item, Exception):
             raise item
         return item
+
+    def _take(self, timeout: float | None) -> EngineCoreOutputs | Exception | None:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = WAIT_SLICE_S if deadline is None else deadline - time.monotonic()
+            try:
+                return self._outputs.get(timeout=max(0.0, min(left, WAIT_SLICE_S)))
+            except queue.Empty:
+                if left <= WAIT_SLICE_S and deadline is not None:
+                    return None
 
     def add_request(self, request: EngineCoreRequest) -> None:
         self._send(EngineCoreRequestType.ADD, request)
@@ -358,7 +406,9 @@ class SyncMPClient(MPClient):
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call a method of the core by name and wait for its result."""
-        return self._call_utility(method, *args).result()
+        reply = _Reply()
+        self._call_utility(reply, method, args)
+        return reply.wait()
 
 
 class AsyncMPClient(MPClient):
@@ -382,4 +432,6 @@ class AsyncMPClient(MPClient):
             self._send(EngineCoreRequestType.ABORT, request_ids)
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
-        return await asyncio.wrap_future(self._call_utility(method, *args))
+        future: Future[Any] = Future()
+        self._call_utility(future, method, args)
+        return await asyncio.wrap_future(future)

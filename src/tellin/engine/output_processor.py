@@ -128,13 +128,17 @@ class OutputProcessor:
             self.parent_requests[parent.request_id] = parent
         self.external_req_ids.setdefault(state.external_req_id, []).append(request_id)
 
-    def remove_request(self, request_id: str) -> None:
-        """Forget a request that never reached the core (adding it failed)."""
-        state = self.request_states.get(request_id)
-        if state is not None:
-            if state.parent is not None:
-                state.parent.drop_child(request_id)
-            self._free(state)
+    def remove_requests(self, request_ids: Iterable[str], parent: ParentRequest | None) -> None:
+        """Forget a request (all children of ``parent``) that could not be added.
+
+        Whatever was done of it: an interrupt may have come in the middle of `add_request`.
+        """
+        if parent is not None:
+            parent.child_requests.clear()
+        for request_id in request_ids:
+            state = self.request_states.get(request_id)
+            if state is not None:
+                self._free(state)
 
     def abort_requests(
         self,
@@ -284,16 +288,18 @@ class OutputProcessor:
             self._on_finished(state, finished, finish_reason)
 
     def _free(self, state: RequestState) -> None:
+        """Forget a request, the table of states last: an interrupted call can be repeated."""
         request_id = state.request_id
-        del self.request_states[request_id]
-        siblings = self.external_req_ids[state.external_req_id]
-        siblings.remove(request_id)
+        siblings = self.external_req_ids.get(state.external_req_id, [])
+        if request_id in siblings:
+            siblings.remove(request_id)
         if not siblings:
-            del self.external_req_ids[state.external_req_id]
+            self.external_req_ids.pop(state.external_req_id, None)
         if state.parent is not None and not state.parent.child_requests:
             self.parent_requests.pop(state.parent.request_id, None)
         if state.lora_name is not None:
             self._lora_states.finish(state.lora_name, request_id)
+        self.request_states.pop(request_id, None)
 
 
 def _request_failure(output: EngineCoreOutput) -> TellinError:

@@ -21,40 +21,35 @@ class EngineControls:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """Give memory back: level 1 the KV cache, level 2 the weights too; level 0 only pauses."""
-        with self._runner.driver.exclusive() as engine:
-            engine.sleep(level, mode)
+        self._runner.driver.call(lambda engine: engine.sleep(level, mode))
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Undo `sleep`, or part of it (weights, kv_cache, scheduling)."""
-        with self._runner.driver.exclusive() as engine:
-            engine.wake_up(tags)
+        self._runner.driver.call(lambda engine: engine.wake_up(tags))
 
     def is_sleeping(self) -> bool:
         """Whether the engine is paused or has given memory back."""
-        with self._runner.driver.exclusive() as engine:
-            return engine.is_sleeping()
+        return self._runner.driver.call(lambda engine: engine.is_sleeping())
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Forget cached KV blocks; False while requests use some."""
-        with self._runner.driver.exclusive() as engine:
-            return engine.reset_prefix_cache(reset_running_requests, reset_connector)
+        return self._runner.driver.call(
+            lambda engine: engine.reset_prefix_cache(reset_running_requests, reset_connector)
+        )
 
     def reset_mm_cache(self) -> None:
         """Forget processed multimodal items."""
-        with self._runner.driver.exclusive() as engine:
-            engine.reset_mm_cache()
+        self._runner.driver.call(lambda engine: engine.reset_mm_cache())
 
     def start_profile(self, prefix: str | None = None) -> None:
         """Begin to record a trace; see `LLMEngine.start_profile`."""
-        with self._runner.driver.exclusive() as engine:
-            engine.start_profile(prefix)
+        self._runner.driver.call(lambda engine: engine.start_profile(prefix))
 
     def stop_profile(self) -> str | None:
         """End the trace and write it; returns its path."""
-        with self._runner.driver.exclusive() as engine:
-            return engine.stop_profile()
+        return self._runner.driver.call(lambda engine: engine.stop_profile())
 
     def collective_rpc(
         self,
@@ -64,13 +59,13 @@ class EngineControls:
         kwargs: dict[str, Any] | None = None,
     ) -> list[Any]:
         """See `LLMEngine.collective_rpc`."""
-        with self._runner.driver.exclusive() as engine:
-            return engine.collective_rpc(method, timeout, args, kwargs)
+        return self._runner.driver.call(
+            lambda engine: engine.collective_rpc(method, timeout, args, kwargs)
+        )
 
     def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
         """Run ``func(model)`` on every worker."""
-        with self._runner.driver.exclusive() as engine:
-            return engine.apply_model(func)
+        return self._runner.driver.call(lambda engine: engine.apply_model(func))
 
     def get_metrics(self) -> list[Metric]:
         """All metrics; needs ``disable_log_stats=False``."""
@@ -99,5 +94,4 @@ class EngineControls:
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Give all memory and threads back. Idempotent; nothing can be run afterwards."""
-        with self._runner.driver.exclusive() as engine:
-            engine.shutdown(timeout)
+        self._runner.driver.call(lambda engine: engine.shutdown(timeout))

@@ -7,11 +7,11 @@ error in a step reaches every thread that waits.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import TypeVar
 
 from tellin.engine.llm_engine import LLMEngine
 from tellin.engine.output_processor import Output
@@ -20,8 +20,13 @@ from tellin.exceptions import EngineError, RequestFailedError
 
 logger = logging.getLogger("tellin.entrypoints")
 
-_BORROW_TIMEOUT_S = 0.05
-"""How long a stream that is collected may wait before it leaves its abort to others."""
+_WAIT_SLICE_S = 0.25
+"""Longest wait in one piece: a thread that is interrupted may have no time to wake the others."""
+
+_LAST_OUTPUTS_TIMEOUT_S = 2.0
+"""How long to wait for outputs that a core in another process sent before it fell asleep."""
+
+T = TypeVar("T")
 
 
 class Inbox:
@@ -29,9 +34,23 @@ class Inbox:
 
     def __init__(self) -> None:
         self.outputs: deque[Output] = deque()
-        self.open_ids: set[str] = set()
-        """External ids of requests that have not finished."""
+        self.lost: deque[str] = deque()
+        """External ids of requests that somebody aborted through ``llm_engine``."""
+        self.handles: dict[str, RequestHandle] = {}
+        """Requests that have not ended, by external id."""
         self.error: BaseException | None = None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether its reader has something to do."""
+        return bool(self.outputs or self.lost or self.error)
+
+
+def lost_error(request_id: str) -> RequestFailedError:
+    """Why a request of `Inbox.lost` has no output."""
+    return RequestFailedError(
+        f"request {request_id!r} was aborted through llm_engine while LLM waited for it"
+    )
 
 
 class EngineDriver:
@@ -39,37 +58,43 @@ class EngineDriver:
 
     def __init__(self, engine: LLMEngine) -> None:
         self.engine = engine
-        # Not re-entrant: a stream that is collected while this thread holds it must not go on.
-        self._condition = threading.Condition(threading.Lock())
-        self._is_busy = False
+        self._lock = threading.Lock()
+        """Held for a few instructions only, and never while anything is allocated: a stream that is
+        collected takes it too."""
         self._owner: int | None = None
-        """The thread that steps or holds the engine."""
-        self._num_waiting = 0
+        """The thread that steps or calls the engine."""
+        self._callers: dict[int, bool] = {}
+        """Threads that wait to call the engine; they go before the next step."""
+        self._waiters: deque[threading.Lock] = deque()
+        """One closed lock for each wait; opened when things may have changed."""
         self._inboxes: dict[str, Inbox] = {}
         self._pending_aborts: deque[RequestHandle] = deque()
         self._warned_unclaimed = False
 
-    @contextlib.contextmanager
-    def exclusive(self) -> Iterator[LLMEngine]:
-        """The engine, for this thread alone. Waits for the running step, then goes first.
+    def call(self, function: Callable[[LLMEngine], T]) -> T:
+        """``function`` of the engine, for this thread alone. Goes before the next step.
 
         Raises:
             EngineError: this thread is in the middle of a step, and would wait for itself.
+            Exception: whatever ``function`` raises.
         """
         self._check_outside()
-        with self._condition:
-            self._num_waiting += 1
-            try:
-                while self._is_busy:
-                    self._condition.wait()
-                self._is_busy = True
-                self._owner = threading.get_ident()
-            finally:
-                self._num_waiting -= 1
+        me = threading.get_ident()
         try:
-            yield self.engine
+            self._callers[me] = True
+            self._take_turn(me, None)
+            del self._callers[me]
+            return function(self.engine)
         finally:
-            self._release()
+            # Ctrl-C can come with any call, so what must be done is done here and without one.
+            if me in self._callers:
+                del self._callers[me]
+            try:
+                self._run_pending_aborts()
+            finally:
+                if self._owner == me:
+                    self._owner = None
+                self._notify()
 
     def _check_outside(self) -> None:
         if self._owner == threading.get_ident():
@@ -78,52 +103,63 @@ class EngineDriver:
                 "call it from another place, or use a second LLM"
             )
 
-    def _release(self) -> None:
-        try:
-            self._run_pending_aborts()
-        finally:
-            with self._condition:
-                self._is_busy = False
-                self._owner = None
-                self._condition.notify_all()
+    def _take_turn(self, me: int, inbox: Inbox | None) -> bool:
+        """Wait until the engine is ours (True), or there is something in the inbox (False)."""
+        while True:
+            ticket = threading.Lock()
+            ticket.acquire()
+            self._waiters.append(ticket)  # before the checks: what changes after them opens it
+            if inbox is not None and inbox.has_news:
+                return False
+            with self._lock:
+                if self._owner is None and (inbox is None or not self._callers):
+                    self._owner = me
+                    return True
+            ticket.acquire(timeout=_WAIT_SLICE_S)
+
+    def _notify(self) -> None:
+        while self._waiters:
+            try:
+                self._waiters.popleft().release()
+            except IndexError:  # another thread was faster
+                return
 
     def register(self, handle: RequestHandle, inbox: Inbox) -> None:
-        """Route a request's outputs. Call within `exclusive`, where the request was added."""
+        """Route a request's outputs. Call within `call`, where the request was added."""
         self._inboxes[handle.external_id] = inbox
-        inbox.open_ids.add(handle.external_id)
+        inbox.handles[handle.external_id] = handle
 
     def wait(self, inbox: Inbox) -> None:
-        """Return when ``inbox`` has an output, stepping the engine if nobody else does.
+        """Return when ``inbox`` has news, stepping the engine if nobody else does.
 
         Raises:
             EngineError: the engine is asleep, closed or dead.
             Exception: whatever a step raised.
         """
-        while self._take_turn(inbox):
+        self._check_outside()
+        me = threading.get_ident()
+        is_my_turn = True
+        while is_my_turn:
             try:
-                self._step()
+                is_my_turn = self._take_turn(me, inbox)
+                if is_my_turn:
+                    self._step()
             finally:
-                self._release()
+                try:
+                    self._run_pending_aborts()
+                finally:
+                    if self._owner == me:
+                        self._owner = None
+                    self._notify()
         if inbox.error is not None:
             raise inbox.error
-
-    def _take_turn(self, inbox: Inbox) -> bool:
-        """Wait until there is something in the inbox (False) or it is ours to step (True)."""
-        self._check_outside()
-        with self._condition:
-            while not inbox.outputs and inbox.error is None:
-                if not self._is_busy and not self._num_waiting:
-                    self._is_busy = True
-                    self._owner = threading.get_ident()
-                    return True
-                self._condition.wait()
-        return False
 
     def _step(self) -> None:
         """One step; called while busy."""
         try:
-            outputs = self.engine.step()
-            if not outputs and self.engine.is_sleeping():
+            is_asleep = self.engine.sleep_level is not None
+            outputs = self.engine.step(_LAST_OUTPUTS_TIMEOUT_S if is_asleep else None)
+            if is_asleep and not outputs:
                 raise EngineError("the engine is asleep and computes nothing; call wake_up() first")
         except BaseException as error:
             self._fail_all(error)
@@ -135,20 +171,18 @@ class EngineDriver:
                 continue
             if output.finished:
                 del self._inboxes[output.request_id]
-                inbox.open_ids.discard(output.request_id)
+                inbox.handles.pop(output.request_id, None)
             inbox.outputs.append(output)
         if len(self._inboxes) > len(self.engine.output_processor.external_req_ids):
-            self._fail_aborted()
+            self._report_lost()
 
-    def _fail_aborted(self) -> None:
+    def _report_lost(self) -> None:
         """Requests that somebody ended through ``llm_engine`` have no output to wait for."""
         live = self.engine.output_processor.external_req_ids
         for request_id in [i for i in self._inboxes if i not in live]:
             inbox = self._inboxes.pop(request_id)
-            inbox.open_ids.discard(request_id)
-            inbox.error = RequestFailedError(
-                f"request {request_id!r} was aborted through llm_engine while LLM waited for it"
-            )
+            inbox.handles.pop(request_id, None)
+            inbox.lost.append(request_id)
 
     def _warn_unclaimed(self, output: Output) -> None:
         if not self._warned_unclaimed:
@@ -169,35 +203,43 @@ class EngineDriver:
             logger.debug("aborting after a failed step failed too", exc_info=True)
         for inbox in {id(box): box for box in self._inboxes.values()}.values():
             inbox.error = error
-            inbox.open_ids.clear()
+            inbox.handles.clear()
         self._inboxes.clear()
 
     def abort(self, handles: list[RequestHandle]) -> None:
         """End requests and forget their routes."""
         if handles:
-            with self.exclusive():
-                self._pending_aborts.extend(handles)
+            self.call(lambda _: self._pending_aborts.extend(handles))
 
     def abort_soon(self, handles: list[RequestHandle]) -> None:
         """Like `abort`, but safe in a destructor: never waits long, whoever holds the engine."""
         self._pending_aborts.extend(handles)
-        if not self._condition.acquire(timeout=_BORROW_TIMEOUT_S):
-            return
+        if self._lock.locked():
+            return  # perhaps by this very thread; whoever gets the engine next does it
+        me = threading.get_ident()
+        is_mine = False
         try:
-            if self._is_busy:
-                return  # whoever is busy runs pending aborts when it is done
-            self._is_busy = True
+            with self._lock:
+                if self._owner is None:
+                    is_mine = True
+                    self._owner = me
+            if is_mine:  # otherwise whoever has it runs pending aborts when it is done
+                self._run_pending_aborts()
         finally:
-            self._condition.release()
-        self._release()
+            if is_mine:
+                self._owner = None
+                self._notify()
 
     def _run_pending_aborts(self) -> None:
+        """Carry out `abort_soon`, if this thread has the engine."""
+        if self._owner != threading.get_ident():
+            return
         handles = []
         while self._pending_aborts:
             handle = self._pending_aborts.popleft()
             inbox = self._inboxes.pop(handle.external_id, None)
             if inbox is not None:
-                inbox.open_ids.discard(handle.external_id)
+                inbox.handles.pop(handle.external_id, None)
                 handles.append(handle)
         if handles:
             try:

@@ -14,7 +14,7 @@ from tellin.engine.llm_engine import LLMEngine
 from tellin.engine.output_processor import Output
 from tellin.engine.prompts import RenderedPrompt
 from tellin.engine.request_handle import RequestHandle
-from tellin.entrypoints.engine_driver import EngineDriver, Inbox
+from tellin.entrypoints.engine_driver import EngineDriver, Inbox, lost_error
 from tellin.entrypoints.progress import GenerationBar, UseTqdm, rendering
 from tellin.exceptions import InvalidParameterError, TellinError
 from tellin.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
@@ -32,6 +32,7 @@ class Item:
     """One prompt of a call: what was asked, and its result."""
 
     prompt: Any
+    params: Params | None = None
     handle: RequestHandle | None = None
     output: Output | None = None
 
@@ -90,17 +91,19 @@ class OfflineRunner:
         loras = one_per_prompt("lora_request", options.lora_request, len(items))
         priorities = one_per_prompt("priority", options.priority or 0, len(items))
         jobs = zip(items, params, loras, priorities, strict=True)
+        earlier = set(inbox.handles)
         try:
             for item, param, lora, priority in rendering(jobs, len(items), options.use_tqdm):
+                item.params = param
                 try:
                     item.handle = self.add(render(item.prompt), param, lora, priority, inbox)
                 except TellinError as error:
                     if options.on_error == "raise":
                         raise
                     request_id = str(next(self._request_counter))
-                    item.output = _error_output(item.prompt, request_id, param, error)
+                    item.output = _error_output(item, request_id, error, "error")
         except BaseException:
-            self._abort(items)
+            self._abort(inbox, earlier)
             raise
 
     def add(
@@ -112,16 +115,21 @@ class OfflineRunner:
         inbox: Inbox,
     ) -> RequestHandle:
         """Add one request whose outputs go to ``inbox``."""
-        with self.driver.exclusive() as engine:
-            handle = engine.add_request(
-                str(next(self._request_counter)),
-                prompt,
-                params,
-                lora_request=lora_request,
-                priority=priority,
-            )
-            self.driver.register(handle, inbox)
-        return handle
+        request_id = str(next(self._request_counter))
+
+        def add(engine: LLMEngine) -> RequestHandle:
+            try:
+                handle = engine.add_request(
+                    request_id, prompt, params, lora_request=lora_request, priority=priority
+                )
+                self.driver.register(handle, inbox)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # Ctrl-C, perhaps when it was just added
+                    engine.abort_request(request_id)
+                raise
+            return handle
+
+        return self.driver.call(add)
 
     def collect(self, items: Sequence[Item], inbox: Inbox, options: RunOptions) -> list[Output]:
         """Step the engine until all items have their output.
@@ -135,7 +143,7 @@ class OfflineRunner:
         try:
             while num_open:
                 self.driver.wait(inbox)
-                output = inbox.outputs.popleft()
+                output = _next_output(inbox, by_id)
                 if not output.finished:
                     continue
                 if output.error is not None and options.on_error == "raise":
@@ -144,7 +152,7 @@ class OfflineRunner:
                 num_open -= 1
                 bar.update(output)
         except BaseException:
-            self._abort(items)
+            self._abort(inbox, set())
             raise
         finally:
             bar.close()
@@ -154,8 +162,9 @@ class OfflineRunner:
         live = self.driver.engine.output_processor.external_req_ids
         return sum(len(live.get(request_id, ())) for request_id in by_id)
 
-    def _abort(self, items: Sequence[Item]) -> None:
-        self.driver.abort([item.handle for item in items if item.handle is not None])
+    def _abort(self, inbox: Inbox, spared: set[str]) -> None:
+        """End what goes to ``inbox``, except for some external ids."""
+        self.driver.abort([h for name, h in list(inbox.handles.items()) if name not in spared])
 
 
 def one_per_prompt(name: str, given: Any, num_prompts: int) -> list[Any]:
@@ -177,18 +186,26 @@ def one_per_prompt(name: str, given: Any, num_prompts: int) -> list[Any]:
     return [given] * num_prompts
 
 
-def _error_output(prompt: Any, request_id: str, params: Params, error: TellinError) -> Output:
-    """The result of a prompt that was refused."""
-    if isinstance(params, PoolingParams):
+def _next_output(inbox: Inbox, by_id: Mapping[str, Item]) -> Output:
+    """Oldest output; that of a request which was aborted elsewhere is made up here."""
+    if inbox.outputs:
+        return inbox.outputs.popleft()
+    request_id = inbox.lost.popleft()
+    return _error_output(by_id[request_id], request_id, lost_error(request_id), "abort")
+
+
+def _error_output(item: Item, request_id: str, error: TellinError, finish_reason: str) -> Output:
+    """The result of a prompt that was refused, or ended without an output."""
+    if isinstance(item.params, PoolingParams):
         return PoolingRequestOutput(
-            request_id, PoolingOutput([]), [], True, error=error, finish_reason="error"
+            request_id, PoolingOutput([]), [], True, error=error, finish_reason=finish_reason
         )
     return RequestOutput(
         request_id=request_id,
-        prompt=prompt if isinstance(prompt, str) else None,
+        prompt=item.prompt if isinstance(item.prompt, str) else None,
         prompt_token_ids=None,
         prompt_logprobs=None,
-        outputs=[CompletionOutput(0, "", [], finish_reason="error")],
+        outputs=[CompletionOutput(0, "", [], finish_reason=finish_reason)],
         finished=True,
         error=error,
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 from tellin.engine.request_handle import RequestHandle
-from tellin.entrypoints.engine_driver import EngineDriver, Inbox
+from tellin.entrypoints.engine_driver import EngineDriver, Inbox, lost_error
 from tellin.outputs import RequestOutput
 
 _Self = TypeVar("_Self", bound="OutputStream")
@@ -43,6 +43,9 @@ class OutputStream(Iterator[RequestOutput]):
         except BaseException:
             self.close()
             raise
+        if not self._inbox.outputs:
+            self._is_done = True
+            raise lost_error(self.request_id)
         output = self._inbox.outputs.popleft()
         assert isinstance(output, RequestOutput)
         if output.finished:

@@ -1,0 +1,119 @@
+"""Ctrl-C at any moment, and going on afterwards, as in a notebook: nothing is lost, stuck or wrong.
+
+The interrupts are an alarm's, at random moments, hundreds of them; each raises `KeyboardInterrupt`
+in the main thread, as Ctrl-C does. What follows must be as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tellin.engine.llm_engine import LLMEngine
+from tellin.entrypoints.llm import LLM
+from tellin.sampling_params import SamplingParams
+from tests.processes.conftest import MakeArgs
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+class Interrupter:
+    """Raises `KeyboardInterrupt` after a random time, and knows how often it did."""
+
+    def __init__(self, longest_s: float) -> None:
+        self.num_fired = 0
+        self._random = random.Random(7)
+        self._longest_s = longest_s
+
+    def run(self, function: Callable[[], object]) -> bool:
+        """Call ``function``; whether it was interrupted."""
+        delay = self._random.random() * self._longest_s
+        try:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-5))
+                function()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            return True
+        return False
+
+    def fire(self, number: int, frame: object) -> None:
+        self.num_fired += 1
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def interrupter(longest_s: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupter]:
+    """An alarm that is also counted where Python would swallow it."""
+    result = Interrupter(longest_s)
+    swallowed: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", swallowed.append)
+    previous = signal.signal(signal.SIGALRM, result.fire)
+    try:
+        yield result
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    # in a destructor nobody can raise; it happens to users as well, but must be rare
+    assert len(swallowed) <= 1 + result.num_fired // 100, swallowed
+
+
+@pytest.mark.parametrize("multiprocess", [False, True], ids=["in process", "multi-process"])
+def test_p32_generate_works_after_any_interrupt(
+    multiprocess: bool, make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal outputs, no request and no KV block left behind, with and without cached prefixes."""
+    rng = random.Random(3)
+    prefix = [rng.randrange(3, 400) for _ in range(100)]
+    prompts = [
+        {"prompt_token_ids": prefix[: 9 * i + 20] + [rng.randrange(3, 400) for _ in range(9)]}
+        for i in range(6)
+    ]
+    args = make_args(max_model_len=512, num_kv_blocks=64, max_num_batched_tokens=64, max_num_seqs=4)
+    engine = LLMEngine.from_engine_args(args, enable_multiprocessing=multiprocess)
+    with LLM.from_engine(engine) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
+        started = time.perf_counter()
+        llm.generate(prompts, GREEDY)
+        longest_s = 1.3 * (time.perf_counter() - started)
+        with interrupter(longest_s, monkeypatch) as alarm:
+            for number in range(150):
+                if number % 2:
+                    assert llm.reset_prefix_cache(), "no block is in use"
+                alarm.run(lambda: llm.generate(prompts, GREEDY))
+                outputs = llm.generate(prompts, GREEDY)
+                assert [o.outputs[0].token_ids for o in outputs] == expected
+                assert engine.get_num_unfinished_requests() == 0
+                assert engine.output_processor.external_req_ids == {}
+            assert alarm.num_fired > 30
+        assert llm.reset_prefix_cache(), "no block is in use"
+
+
+def test_p32_an_interrupted_add_leaves_nothing(
+    make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The window of adding alone: parents with children, half-sent messages, utility calls."""
+    with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
+        params = SamplingParams(max_tokens=2, ignore_eos=True, n=3, seed=1)
+        with interrupter(0.002, monkeypatch) as alarm:
+            for number in range(300):
+                request_id = f"a{number}"
+
+                def add_and_ask(request_id: str = request_id) -> None:
+                    engine.add_request(request_id, "hello", params)
+                    engine.is_sleeping()
+
+                if alarm.run(add_and_ask):
+                    engine.abort_request(request_id)
+                while engine.has_unfinished_requests():
+                    engine.step(timeout=60)
+                assert engine.output_processor.parent_requests == {}
+                assert engine.output_processor.external_req_ids == {}
+            assert alarm.num_fired > 30
+        assert engine.reset_prefix_cache(), "no block is in use"
