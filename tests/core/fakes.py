@@ -20,6 +20,7 @@ from tellin.config import (
     LoRAConfig,
     ModelConfig,
     ParallelConfig,
+    ReasoningConfig,
     SchedulerConfig,
     SpeculativeConfig,
     StructuredOutputsConfig,
@@ -295,6 +296,7 @@ def make_config(
     model: dict[str, Any] | None = None,
     cache: dict[str, Any] | None = None,
     settings: Settings = SETTINGS,
+    reasoning_config: ReasoningConfig | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
     """A small configuration for the fake executor."""
@@ -327,6 +329,7 @@ def make_config(
         structured_outputs_config=structured_outputs_config or StructuredOutputsConfig(),
         lora_config=lora_config,
         speculative_config=speculative_config,
+        reasoning_config=reasoning_config,
     )
 
 

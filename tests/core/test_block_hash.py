@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tellin.core.block_hash import ROOT_HASH, BlockHasher
@@ -49,6 +49,7 @@ def test_appended_ids_extend_the_chain() -> None:
     assert request.block_hashes == hashes(list(range(1, 13)))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=4, max_size=12), st.integers(0, 11))
 def test_a_changed_id_changes_its_block_and_all_after(ids: list[int], index: int) -> None:
     index %= len(ids)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tellin.core.request import Request, RequestStatus
@@ -91,6 +91,7 @@ def test_an_id_used_again_is_another_request() -> None:
     assert not queue
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_equals_a_sorted_list(data: Any) -> None:
     """Against the obvious implementation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tellin.core.request import Request, RequestStatus
@@ -86,6 +86,7 @@ def test_repetition_does_not_look_into_the_prompt() -> None:
     assert feed([1], prompt=3, repetition_detection=detection)[1] is None
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(0, 1), max_size=14),
     st.integers(0, 4),

@@ -96,6 +96,10 @@ class FakeBackend:
         for grammar, row in grammars:
             grammar.fill_bitmask(bitmask, row)
 
+    def fill_thoughts(self, bitmask: Any, row: int) -> None:
+        bitmask[row] = -1
+        bitmask[row, EOS_ID // 32] &= ~(1 << EOS_ID % 32)
+
 
 def obedient(driver: Driver) -> Callable[[str, list[int]], int]:
     """A model that samples the lowest id its mask allows; free requests get `next_id`."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from tellin.config import EngineConfig
+from tellin.core.reasoning import ReasoningGate
 from tellin.core.request import Request
 from tellin.exceptions import RequestError, UnsupportedFeatureError
 from tellin.grammar_validation import grammar_key
@@ -62,6 +63,9 @@ class StructuredOutputBackend(Protocol):
     def fill_bitmasks(self, grammars: Sequence[tuple[Grammar, int]], bitmask: Any) -> None:
         """Fill a row for each of several grammars."""
 
+    def fill_thoughts(self, bitmask: Any, row: int) -> None:
+        """Write a row that allows everything but the end of the text."""
+
 
 BackendFactory = Callable[[EngineConfig, Any], StructuredOutputBackend]
 
@@ -69,9 +73,12 @@ BackendFactory = Callable[[EngineConfig, Any], StructuredOutputBackend]
 class StructuredOutputRequest:
     """A request's grammar: pending, then compiled or failed; thereafter its matcher."""
 
-    def __init__(self, params: StructuredOutputsParams) -> None:
+    def __init__(
+        self, params: StructuredOutputsParams, reasoning: ReasoningGate | None = None
+    ) -> None:
         self.params = params
         self.grammar: Grammar | None = None
+        self.reasoning = reasoning
         self.error: str | None = None
         self.error_is_client_fault = False
         self._lock = threading.Lock()
@@ -111,9 +118,12 @@ class StructuredOutputRequest:
     # ------------------------------------------------------------------ once compiled
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
-        """Advance by ids that were delivered; False ends the request."""
+        """Advance by ids that were delivered, thoughts left out; False ends the request."""
         assert self.grammar is not None
-        if self.grammar.accept_tokens(token_ids):
+        if self.is_thinking:
+            assert self.reasoning is not None
+            token_ids = token_ids[self.reasoning.advance(token_ids) :]
+        if not token_ids or self.grammar.accept_tokens(token_ids):
             return True
         self.error = self.grammar.error() or f"one of the ids {list(token_ids)} is not allowed"
         return False
@@ -123,13 +133,31 @@ class StructuredOutputRequest:
         for count, token_id in enumerate(token_ids):
             if not self.accept_tokens([token_id]):
                 return token_ids[:count], False
-            if self.grammar is not None and self.grammar.is_terminated():
+            if self.is_complete:
                 return token_ids[: count + 1], True
         return token_ids, False
 
     def validate_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        """Longest acceptable prefix; does not advance."""
         assert self.grammar is not None
-        return self.grammar.validate_tokens(token_ids)
+        if not self.is_thinking:
+            return self.grammar.validate_tokens(token_ids)
+        count = self.num_thoughts(token_ids)
+        return [*token_ids[:count], *self.grammar.validate_tokens(token_ids[count:])]
+
+    def num_thoughts(self, token_ids: Sequence[int]) -> int:
+        """How many of the ids that come next are thoughts, which no grammar constrains."""
+        return self.reasoning.num_thoughts(token_ids) if self.reasoning is not None else 0
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the grammar does not apply yet."""
+        return self.reasoning is not None and not self.reasoning.ended
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing but the end of the sequence may follow."""
+        return self.grammar is not None and not self.is_thinking and self.grammar.is_terminated()
 
     def failure(self) -> str:
         """Why the grammar broke down while its mask was computed; empty while all is well."""
@@ -171,8 +199,18 @@ class StructuredOutputManager:
 
     # ------------------------------------------------------------------ compilation
 
-    def start(self, request: Request, params: StructuredOutputsParams) -> None:
+    def start(
+        self,
+        request: Request,
+        params: StructuredOutputsParams,
+        reasoning_ended: bool | None = None,
+    ) -> None:
         """Begin to compile a request's grammar; safe on any thread.
+
+        Args:
+            request: gets its ``structured_output_request``.
+            params: the constraint.
+            reasoning_ended: whether the model's thoughts are over; None = see the prompt.
 
         Raises:
             UnsupportedFeatureError: this engine has no tokenizer.
@@ -181,7 +219,11 @@ class StructuredOutputManager:
             raise UnsupportedFeatureError(
                 "structured outputs need a tokenizer, but this engine was built without one"
             )
-        structured = StructuredOutputRequest(params)
+        reasoning = None
+        config = self._config.reasoning_config
+        if config is not None and not self._config.structured_outputs_config.enable_in_reasoning:
+            reasoning = ReasoningGate.from_prompt(config, request.all_token_ids, reasoning_ended)
+        structured = StructuredOutputRequest(params, reasoning)
         request.structured_output_request = structured
         key = grammar_key(params)
         with self._lock:
@@ -290,6 +332,7 @@ class StructuredOutputManager:
         """Masks for the constrained requests of a step; None when there are none.
 
         A request with d drafts gets 1 + d rows: row i holds what may follow its first i drafts.
+        Rows within thoughts allow all but the end of the text.
         """
         request_ids = scheduler_output.structured_output_req_ids
         if not request_ids:
@@ -298,20 +341,32 @@ class StructuredOutputManager:
         drafts_of = scheduler_output.scheduled_spec_decode_tokens
         num_rows = [1 + len(drafts_of.get(request_id, ())) for request_id in request_ids]
         bitmask = backend.allocate_bitmask(sum(num_rows))
-        first_rows: list[tuple[Grammar, int]] = []
+        # Of each grammar that applies: its first row, the drafts from there on, its last row.
+        active: list[tuple[Grammar, int, Sequence[int], int]] = []
         row = 0
         for request_id, count in zip(request_ids, num_rows, strict=True):
             structured = requests[request_id].structured_output_request
             assert structured is not None
             assert structured.grammar is not None
-            first_rows.append((structured.grammar, row))
+            drafts = drafts_of.get(request_id, [])
+            num_thoughts = 0
+            if structured.is_thinking:
+                assert structured.reasoning is not None
+                num_thoughts = structured.num_thoughts(drafts)
+                if not structured.reasoning.closes_within(drafts):
+                    num_thoughts += 1  # what follows the last draft is a thought as well
+                for thought in range(row, row + num_thoughts):
+                    backend.fill_thoughts(bitmask, thought)
+            if num_thoughts < count:
+                first = row + num_thoughts
+                active.append((structured.grammar, first, drafts[num_thoughts:], row + count))
             row += count
-        backend.fill_bitmasks(first_rows, bitmask)
-        for (grammar, row), request_id in zip(first_rows, request_ids, strict=True):
-            if drafts := drafts_of.get(request_id):
-                _fill_draft_rows(grammar, bitmask, row + 1, drafts)
+        backend.fill_bitmasks([(grammar, first) for grammar, first, _, _ in active], bitmask)
+        for grammar, first, constrained, end in active:
+            if constrained:
+                _fill_draft_rows(grammar, bitmask, first + 1, constrained)
             if grammar.error():
-                bitmask[row : row + 1 + len(drafts or ())] = -1  # the id is going to be dropped
+                bitmask[first:end] = -1  # the id is going to be dropped
         return GrammarOutput(list(request_ids), num_rows, bitmask)
 
     def shutdown(self) -> None:

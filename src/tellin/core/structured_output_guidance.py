@@ -52,6 +52,7 @@ class GuidanceBackend:
         self._tokenizer = LLTokenizer(
             TokenizerWrapper(vocabulary), eos_token=sorted(self._eos_ids) or None
         )
+        self._thoughts = _all_but(self._eos_ids, config.model_config.vocab_size)
         self._executor: LLExecutor | None = None
         self._num_threads = max(1, min(8, (os.cpu_count() or 1) // 2))
 
@@ -97,6 +98,18 @@ class GuidanceBackend:
         self._executor.unsafe_compute_mask_ptr(
             matchers, bitmask.ctypes.data, row_bytes, bitmask.shape[0]
         )
+
+    def fill_thoughts(self, bitmask: Bitmask, row: int) -> None:
+        """Everything but the end: a text that ended in its thoughts would hold no answer."""
+        bitmask[row] = self._thoughts
+
+
+def _all_but(ids: frozenset[int], vocab_size: int) -> Bitmask:
+    """A row that allows all ids but these."""
+    allowed = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    allowed[:vocab_size] = True
+    allowed[sorted(i for i in ids if i < vocab_size)] = False
+    return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
 class GuidanceGrammar:

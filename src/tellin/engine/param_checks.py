@@ -45,10 +45,10 @@ def check_sampling_params(
             parameter="n",
             value=params.n,
         )
-    if params.thinking_token_budget is not None:
+    if params.thinking_token_budget is not None and config.reasoning_config is None:
         raise UnsupportedFeatureError(
-            "thinking_token_budget is not supported: nothing here knows where a model's thoughts "
-            "begin and end; leave it out"
+            "thinking_token_budget needs to know where thoughts begin and end: start the engine "
+            "with a reasoning_config, or leave it out"
         )
     check_by_processors(params, model.logits_processors)
     if not has_tokenizer:
