@@ -185,6 +185,10 @@ class EngineCoreLoop:
             self.core.add_request(request)
         except (TellinError, ValueError, TypeError) as error:
             self.send_error(client_index, request.request_id, str(error), client_fault=True)
+        except Exception as error:  # loading its adapter may raise anything: it alone fails
+            logger.exception("request %s could not be added", request.request_id)
+            message = f"{type(error).__name__}: {error}"
+            self.send_error(client_index, request.request_id, message)
 
     def _call(self, client_index: int, call_id: int, method: str, args: list[Any]) -> None:
         def reply(output: UtilityOutput) -> None:

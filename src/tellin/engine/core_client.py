@@ -154,10 +154,10 @@ class InprocClient:
             self._engine_core.abort_requests(request_ids)
 
     def call_utility(self, method: str, *args: Any) -> Any:
-        if method == "sleep" and "wait" in args:
+        if method in ("sleep", "pause_scheduler") and "wait" in args:
             raise InvalidParameterError(
-                "sleep(mode='wait') cannot work in process: nobody would run the steps it waits "
-                "for; finish the requests first, or use mode='abort' or 'keep'",
+                f"{method}(mode='wait') cannot work in process: nobody would run the steps it "
+                "waits for; finish the requests first, or use mode='abort' or 'keep'",
                 parameter="mode",
                 value="wait",
             )
