@@ -272,21 +272,22 @@ class AsyncLLM:
         timeout_s: float | None,
         kwargs: dict[str, Any],
     ) -> AsyncGenerator[Output, None]:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         internal_id, collector = await self.add_request(request_id, prompt, params, **kwargs)
+        # One timer per request: one per output would cost more than handing the output over.
+        timer = None if timeout_s is None else _start_timer(collector, timeout_s)
         finished = False
         try:
             while not finished:
-                output = collector.get_nowait()
-                if output is None:
-                    output = await _get_before(collector, deadline, timeout_s)
+                output = collector.get_nowait() or await collector.get()
                 finished = is_finished(output)
                 yield output
         except (EngineDeadError, EngineClosedError):
             finished = True  # nothing is left to abort
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             if not finished:
                 await self.abort(internal_id, internal=True)
 
@@ -515,15 +516,9 @@ class AsyncLLM:
         self.shutdown()
 
 
-async def _get_before(
-    collector: RequestOutputCollector, deadline: float | None, timeout_s: float | None
-) -> Output:
-    if deadline is None:
-        return await collector.get()
-    try:
-        async with asyncio.timeout(deadline - time.monotonic()):
-            return await collector.get()
-    except TimeoutError:
-        raise RequestTimeoutError(
-            f"the request was not done within its deadline of {timeout_s:g} s and was aborted"
-        ) from None
+def _start_timer(collector: RequestOutputCollector, timeout_s: float) -> asyncio.TimerHandle:
+    """Put an error where the outputs go, ``timeout_s`` seconds from now."""
+    error = RequestTimeoutError(
+        f"the request was not done within its deadline of {timeout_s:g} s and was aborted"
+    )
+    return asyncio.get_running_loop().call_later(timeout_s, collector.put, error)
