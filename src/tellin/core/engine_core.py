@@ -186,8 +186,11 @@ class EngineCore(EngineCoreControls):
         scheduler, _ = self._live()
         lora = request.lora_request
         if lora is not None:
+            config = self.config.lora_config
             if self._loaded_loras.get(lora.lora_int_id) != (lora.lora_name, lora.lora_path):
                 self.add_lora(lora)
+            elif config is not None and len(self._loaded_loras) > config.max_cpu_loras:
+                self._load_lora(lora)  # those that had to stay for their requests can go now
             request.set_lora_generation(self._lora_generations[lora.lora_name])
         scheduler.add_request(request)
 

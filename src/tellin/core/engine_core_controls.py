@@ -240,8 +240,15 @@ class EngineCoreControls:
         Raises:
             AdapterError: it cannot be loaded, or one that is being removed has its name or id.
         """
+        added = self._load_lora(lora_request)
+        name = lora_request.lora_name
+        self._lora_generations[name] = self._lora_generations.get(name, 0) + 1
+        return added
+
+    def _load_lora(self, lora_request: LoRARequest) -> bool:
+        """Have the workers load an adapter, or note that it is wanted if they have it."""
         self._remove_retired()
-        lora_id, name = lora_request.lora_int_id, lora_request.lora_name
+        lora_id = lora_request.lora_int_id
         retiring = self._retiring_loras.get(lora_id)
         if retiring is not None and (retiring != lora_request or lora_request.load_inplace):
             raise AdapterError(
@@ -251,8 +258,7 @@ class EngineCoreControls:
         executor = self._executor()
         added = executor.add_lora(lora_request, sorted(self._loras_in_use()))
         self._retiring_loras.pop(lora_id, None)
-        self._lora_generations[name] = self._lora_generations.get(name, 0) + 1
-        self._loaded_loras[lora_id] = (name, lora_request.lora_path)
+        self._loaded_loras[lora_id] = (lora_request.lora_name, lora_request.lora_path)
         for other in self._loaded_loras.keys() - executor.list_loras():
             del self._loaded_loras[other]  # it had to make room
         return bool(added)

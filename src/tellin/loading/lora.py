@@ -213,7 +213,13 @@ class _Reader:
         if self.config.has("alpha_pattern"):
             patterns = self.config.get_mapping("alpha_pattern")
             for pattern in patterns:
-                if re.match(rf"(.*\.)?({pattern})\Z", layer):
+                try:
+                    applies = re.match(rf"(.*\.)?({pattern})\Z", layer)
+                except re.error as error:
+                    raise AdapterError(
+                        f"{self.path}: alpha_pattern has {pattern!r}, which is no pattern: {error}"
+                    ) from None
+                if applies:
                     alpha = patterns.get_float(pattern)
                     break
         rs = self.config.get_bool("use_rslora", False)

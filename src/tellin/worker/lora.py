@@ -84,6 +84,7 @@ class LoRAManager:
         if known is not None:
             if not request.load_inplace:
                 self._loaded.move_to_end(lora_id)
+                self._shrink({*in_use, lora_id}, backend)
                 return True
             if lora_id in in_use:
                 raise AdapterError(
