@@ -765,9 +765,7 @@ def test_motion_is_reduced_where_asked(slow: Server, open_page: Open) -> None:
         ("**unfinished", "p", "**unfinished"),
     ],
 )
-def test_markdown(
-    smollm2: Server, browser_page: Page, source: str, selector: str, text: str
-) -> None:
+def test_markdown(browser_page: Page, source: str, selector: str, text: str) -> None:
     script = """async ([source, selector]) => {
         const {MarkdownView} = await import("/page/markdown.js");
         const whole = document.createElement("div");
@@ -781,6 +779,37 @@ def test_markdown(
     assert found is not None
     assert " ".join(found.split()) == " ".join(text.split())
     assert same, "built piece by piece it differs from built at once"
+
+
+HOSTILE_UNITS = (
+    "_a ",
+    "**a ",
+    "`a ",
+    "[a",
+    "~~a ",
+    "| a ",
+    "> ",
+    "- ",
+    "*",
+    "**_",
+    "  - a\n ",
+    "(",
+)
+
+
+@pytest.mark.parametrize("unit", HOSTILE_UNITS)
+def test_markdown_takes_hostile_lengths(browser_page: Page, unit: str) -> None:
+    """Thousands of opening marks neither hang the page nor overflow its stack; no text is lost."""
+    script = """async (source) => {
+        const {MarkdownView} = await import("/page/markdown.js");
+        const element = document.createElement("div");
+        const start = performance.now();
+        new MarkdownView(element).update(source);
+        return [performance.now() - start, (element.textContent.match(/a/g) ?? []).length];
+    }"""
+    milliseconds, num_letters = browser_page.evaluate(script, unit * 6000)
+    assert milliseconds < 20_000
+    assert num_letters == (unit * 6000).count("a")
 
 
 @pytest.fixture(scope="module")

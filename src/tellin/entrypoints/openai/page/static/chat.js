@@ -25,6 +25,7 @@ export class Chat {
     this.running = null;
     this.log = byId("log");
     this.scroller = byId("scroller");
+    this.atEnd = true;
     this.prompt = byId("prompt");
     this.#listen();
     for (const message of restored()) this.#add(message);
@@ -55,6 +56,7 @@ export class Chat {
       }
     });
     this.prompt.addEventListener("input", () => this.#fitPrompt());
+    this.scroller.addEventListener("scroll", () => this.#onScroll(), { passive: true });
     byId("chat-view").addEventListener("keydown", (event) => {
       if (event.key === "Escape" && this.running) this.stop();
     });
@@ -275,9 +277,13 @@ export class Chat {
 
   /** Keep the end in sight, unless the reader has scrolled up. */
   #follow(force = false) {
-    const { scroller } = this;
-    const distance = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight;
-    if (force || distance < 120) scroller.scrollTop = scroller.scrollHeight;
+    if (force) this.atEnd = true;
+    if (this.atEnd) this.scroller.scrollTop = this.scroller.scrollHeight;
+  }
+
+  #onScroll() {
+    const { scrollHeight, scrollTop, clientHeight } = this.scroller;
+    this.atEnd = scrollHeight - scrollTop - clientHeight < 48;
   }
 
   // ------------------------------------------------------------------ the request as code

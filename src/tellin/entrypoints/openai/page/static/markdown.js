@@ -9,6 +9,7 @@ const RULE = /^ {0,3}([-*_])(?:\s*\1){2,}\s*$/;
 const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^ {0,3}> ?(.*)$/;
 const TABLE_LINE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const MAX_DEPTH = 12;
 const SAFE_LINK = /^(https?:|mailto:)/i;
 
 /** Keeps an element up to date with a text that grows: only blocks that changed are built again. */
@@ -68,16 +69,17 @@ export function splitBlocks(text) {
   return blocks;
 }
 
-function renderBlock(source) {
+function renderBlock(source, depth = 0) {
   const lines = source.split("\n");
+  if (depth >= MAX_DEPTH) return h("p", {}, ...inlineLines(lines));
   const fence = FENCE.exec(lines[0]);
   if (fence) return codeBlock(fence, lines.slice(1));
   const heading = HEADING.exec(lines[0]);
   // An answer's headings lie below those of the page.
   if (heading) return h(`h${Math.min(heading[1].length + 2, 6)}`, {}, ...inline(heading[2]));
   if (lines.length === 1 && RULE.test(lines[0])) return h("hr");
-  if (ITEM.test(lines[0])) return list(lines);
-  if (QUOTE.test(lines[0])) return quote(lines);
+  if (ITEM.test(lines[0])) return list(lines, depth);
+  if (QUOTE.test(lines[0])) return quote(lines, depth);
   if (lines.length > 1 && lines[0].includes("|") && TABLE_LINE.test(lines[1])) return table(lines);
   return h("p", {}, ...inlineLines(lines));
 }
@@ -95,13 +97,13 @@ function codeBlock(fence, lines) {
   );
 }
 
-function quote(lines) {
+function quote(lines, depth) {
   const inner = lines.map((line) => QUOTE.exec(line)?.[1] ?? line).join("\n");
-  return h("blockquote", {}, ...splitBlocks(inner).map(renderBlock));
+  return h("blockquote", {}, ...splitBlocks(inner).map((block) => renderBlock(block, depth + 1)));
 }
 
 /** Items by indentation; what is indented below an item belongs to it. */
-function list(lines) {
+function list(lines, depth) {
   const first = ITEM.exec(lines[0]);
   const ordered = /\d/.test(first[2]);
   const indent = first[1].length;
@@ -112,14 +114,14 @@ function list(lines) {
     else items.at(-1).push(line.slice(Math.min(line.length - line.trimStart().length, indent + 2)));
   }
   const start = ordered ? Number.parseInt(first[2], 10) : 1;
-  return h(ordered ? "ol" : "ul", start > 1 ? { start } : {}, ...items.map(listItem));
+  return h(ordered ? "ol" : "ul", start > 1 ? { start } : {}, ...items.map((item) => listItem(item, depth)));
 }
 
-function listItem(lines) {
+function listItem(lines, depth) {
   const nested = lines.findIndex((line, i) => i > 0 && (ITEM.test(line) || FENCE.test(line) || !line.trim()));
   const own = nested < 0 ? lines : lines.slice(0, nested);
   const rest = nested < 0 ? [] : splitBlocks(lines.slice(nested).join("\n"));
-  return h("li", {}, ...inlineLines(own), ...rest.map(renderBlock));
+  return h("li", {}, ...inlineLines(own), ...rest.map((block) => renderBlock(block, depth + 1)));
 }
 
 function table(lines) {
@@ -142,14 +144,15 @@ function inlineLines(lines) {
   return nodes;
 }
 
+// What a mark may span is bounded: text of nothing but opening marks must not take forever.
 // Code, links, bold, italics, struck out, bare addresses; in this order where they could overlap.
 const INLINE = new RegExp(
   [
-    "(?<tick>`+)(?<code>.+?)\\k<tick>(?!`)",
-    "(?<!!)\\[(?<label>[^\\]\\n]+)\\]\\((?<href>[^)\\s]+)\\)",
-    "(?<bold>\\*\\*|__)(?=\\S)(?<strong>.+?)(?<=\\S)\\k<bold>",
-    "(?<![\\w*])(?<mark>[*_])(?=[^\\s*_])(?<em>.+?)(?<=\\S)\\k<mark>(?![\\w*])",
-    "~~(?=\\S)(?<del>.+?)(?<=\\S)~~",
+    "(?<tick>`+)(?<code>.{1,1000}?)\\k<tick>(?!`)",
+    "(?<!!)\\[(?<label>[^\\]\\n]{1,1000})\\]\\((?<href>[^)\\s]+)\\)",
+    "(?<bold>\\*\\*|__)(?=\\S)(?<strong>.{1,1000}?)(?<=\\S)\\k<bold>",
+    "(?<![\\w*])(?<mark>[*_])(?=[^\\s*_])(?<em>.{1,1000}?)(?<=\\S)\\k<mark>(?![\\w*])",
+    "~~(?=\\S)(?<del>.{1,1000}?)(?<=\\S)~~",
     "(?<url>https?://[^\\s<>()\\[\\]]+[^\\s<>()\\[\\].,;:!?'\"])",
   ].join("|"),
   "g",
