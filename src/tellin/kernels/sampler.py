@@ -213,7 +213,7 @@ class Sampler:
     ) -> SampleResult:
         """Log-probabilities (or logits, by the mode) of given ids and of the best ones.
 
-        Prompt ids are not sampled, so the processed modes report the same as the raw ones.
+        No parameters apply: the processed modes report the same as the raw ones.
 
         Args:
             logits: ``[n, vocab_size]`` float32; only read.

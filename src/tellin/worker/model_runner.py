@@ -22,7 +22,7 @@ from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
 from tellin.worker.lora import AdapterBackend, LoRAManager
 from tellin.worker.pooler import Pooler, PoolRows
-from tellin.worker.prompt_logprobs import PromptLogprobs, PromptRows
+from tellin.worker.prompt_logprobs import ProcessedRows, PromptLogprobs, PromptRows
 from tellin.worker.spec_decode import make_drafter
 from tellin.worker.steady_decode import SteadyDecode
 from tellin.worker.step_inputs import StepInputs, build_inputs, build_step
@@ -186,7 +186,13 @@ class ModelRunner:
         self.thinking.add_request(state, self.batch)
         if params.prompt_logprobs is not None:
             num_prompt = int(self.batch.num_prompt_tokens[state.slot])
-            self._prompt_logprobs[state.req_id] = PromptLogprobs(num_prompt, params.prompt_logprobs)
+            mode = self.config.model_config.logprobs_mode
+            processed = (
+                ProcessedRows(self.num_ids, mode, params) if mode.startswith("processed") else None
+            )
+            self._prompt_logprobs[state.req_id] = PromptLogprobs(
+                num_prompt, params.prompt_logprobs, processed
+            )
 
     def _forget(self, req_id: str) -> None:
         self._prompt_logprobs.pop(req_id, None)
@@ -305,9 +311,8 @@ class ModelRunner:
         self._fill(rows, self.backend.forward(step))
 
     def _fill(self, rows: PromptRows, logits: Float32Array) -> None:
-        first = rows.start + 1
-        next_ids = self.batch.token_ids[rows.state.slot, first : first + len(logits)]
-        error = rows.table.fill(self.sampler, logits, rows.start, next_ids)
+        ids = self.batch.token_ids[rows.state.slot, : rows.start + 1 + len(logits)]
+        error = rows.table.fill(self.sampler, logits, rows.start, ids)
         rows.state.error = rows.state.error or error
 
     # ------------------------------------------------------------------ sampling

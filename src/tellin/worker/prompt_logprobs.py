@@ -2,7 +2,9 @@
 
 A prompt of P ids has P - 1 entries: entry i describes id i + 1 given the ids up to i. Chunks fill
 them in order; the finished table is handed out once, with the step that samples the first token. A
-preempted prompt starts again at position 0 and overwrites what it had: the values are equal.
+preempted prompt starts again at position 0 and overwrites what it had: the values are equal. In the
+processed modes an entry is what the sampler would make of its position if the prompt ended there;
+users' logits processors have no part in it.
 """
 
 from __future__ import annotations
@@ -12,16 +14,98 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tellin.kernels.sampler import RowStatus, Sampler
+from tellin.kernels.sampler import RowStatus, Sampler, SampleResult, SampleRows
+from tellin.sampling_params import SamplingParams
 from tellin.step_protocol import LogprobsLists
 from tellin.worker.input_batch import RequestState
 
+Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
+
+_MAX_TABLE_BYTES = 32 << 20
+"""Whole distributions that are held at a time."""
+
+
+class ProcessedRows:
+    """Processed distributions of one request's prompt positions.
+
+    Args:
+        num_ids: ids that exist.
+        logprobs_mode: ``processed_logprobs`` or ``processed_logits``.
+        params: the request's.
+    """
+
+    def __init__(self, num_ids: int, logprobs_mode: str, params: SamplingParams) -> None:
+        self._sampler = Sampler(num_ids, logprobs_mode)
+        whole = params.clone()
+        whole.logprobs, whole.logprob_token_ids = -1, None
+        self._sampler.set_slot(0, whole, 0)
+        self._num_columns = num_ids + 1
+        self._max_rows = max(1, _MAX_TABLE_BYTES // (8 * self._num_columns))
+
+    def prompt_logprobs(self, logits: Float32Array, ids: Int32Array, best: int) -> SampleResult:
+        """Like `Sampler.prompt_logprobs`.
+
+        Args:
+            logits: ``[n, vocab_size]``; only read.
+            ids: the prompt up to the id that follows the last row.
+            best: best ids beside the one that follows; -1 = all.
+        """
+        count, width = len(logits), self._num_columns if best == -1 else best + 1
+        next_ids = ids[len(ids) - count :]
+        result = SampleResult(
+            next_ids,
+            np.zeros(count, np.int32),
+            np.empty((count, width), np.int32),
+            np.empty((count, width), np.float32),
+            np.empty(count, np.int32),
+        )
+        for start in range(0, count, self._max_rows):
+            self._fill(result, logits, ids, start, min(start + self._max_rows, count))
+        return result
+
+    def _fill(
+        self, result: SampleResult, logits: Float32Array, ids: Int32Array, start: int, end: int
+    ) -> None:
+        """Sample these rows for the sake of their whole distributions, best id first."""
+        count = end - start
+        first = len(ids) - len(logits)
+        lens: Int32Array = np.arange(first + start, first + end, dtype=np.int32)
+        rows = SampleRows(
+            np.zeros(count, np.int32),
+            np.arange(count, dtype=np.int32),
+            lens,
+            lens,
+            np.ascontiguousarray(ids[None]),
+        )
+        whole = self._sampler.sample(
+            logits[start:end].copy(), rows, num_logprob_columns=self._num_columns
+        )
+        assert whole.logprob_ids is not None
+        assert whole.logprobs is not None
+        assert result.logprob_ids is not None
+        assert result.logprobs is not None
+        assert result.ranks is not None
+        result.status[start:end] = whole.status
+        best_ids, best = whole.logprob_ids[:, 1:], whole.logprobs[:, 1:]
+        at = (best_ids == result.tokens[start:end, None]).argmax(axis=1)
+        value = best[np.arange(count), at]
+        width = result.logprob_ids.shape[1] - 1
+        result.logprob_ids[start:end, 0] = result.tokens[start:end]
+        result.logprobs[start:end, 0] = value
+        result.logprob_ids[start:end, 1:] = best_ids[:, :width]
+        result.logprobs[start:end, 1:] = best[:, :width]
+        result.ranks[start:end] = (best >= value[:, None]).sum(axis=1)
+
 
 class PromptLogprobs:
-    """The table of one request."""
+    """The table of one request; ``processed`` gives its entries in the processed modes."""
 
-    def __init__(self, num_prompt_tokens: int, num_logprobs: int) -> None:
+    def __init__(
+        self, num_prompt_tokens: int, num_logprobs: int, processed: ProcessedRows | None = None
+    ) -> None:
         self.num_logprobs = num_logprobs
+        self._processed = processed
         self.num_entries = num_prompt_tokens - 1
         self.num_filled = 0
         self._ids: npt.NDArray[np.int32] | None = None
@@ -37,9 +121,11 @@ class PromptLogprobs:
         sampler: Sampler,
         logits: npt.NDArray[np.float32],
         start: int,
-        next_ids: npt.NDArray[np.int32],
+        ids: npt.NDArray[np.int32],
     ) -> str | None:
-        """Fill entries ``[start, start + len(next_ids))`` from the rows of ``logits``.
+        """Fill entries ``[start, start + len(logits))`` from the rows of ``logits``.
+
+        ``ids`` is the prompt up to the id that the last of these entries describes.
 
         Returns:
             Why it cannot be done, or None.
@@ -49,11 +135,15 @@ class PromptLogprobs:
                 f"prompt_logprobs: positions {self.num_filled} to {start} of the prompt were not "
                 "computed in this request; do not let it read the prefix cache"
             )
-        result = sampler.prompt_logprobs(logits, next_ids, self.num_logprobs)
+        if self._processed is None:
+            result = sampler.prompt_logprobs(logits, ids[start + 1 :], self.num_logprobs)
+        else:
+            result = self._processed.prompt_logprobs(logits, ids, self.num_logprobs)
         if result.status.any():
             bad = int(np.flatnonzero(result.status)[0])
-            what = "NaN or infinite" if result.status[bad] == RowStatus.NOT_FINITE else "all -inf"
-            return f"the model gave {what} logits at position {start + bad} of the prompt"
+            if result.status[bad] == RowStatus.NOT_FINITE:
+                return f"the model gave NaN or infinite logits at position {start + bad}"
+            return f"no token is allowed at position {start + bad} of the prompt"
         assert result.logprob_ids is not None
         assert result.logprobs is not None
         assert result.ranks is not None
@@ -62,7 +152,7 @@ class PromptLogprobs:
             self._ids = np.empty(shape, np.int32)
             self._values = np.empty(shape, np.float32)
             self._ranks = np.empty(self.num_entries, np.int32)
-        end = start + len(next_ids)
+        end = start + len(logits)
         self._ids[start:end] = result.logprob_ids
         self._values[start:end] = result.logprobs
         self._ranks[start:end] = result.ranks
