@@ -249,18 +249,21 @@ class EngineCoreControls:
         """Have the workers load an adapter, or note that it is wanted if they have it."""
         self._remove_retired()
         lora_id = lora_request.lora_int_id
-        retiring = self._retiring_loras.get(lora_id)
-        if retiring is not None and (retiring != lora_request or lora_request.load_inplace):
-            raise AdapterError(
-                f"the LoRA adapter {retiring.lora_name!r} with id {lora_id} was removed, but "
-                "requests in progress still use it; try again when they have ended"
-            )
+        for other_id, other in self._retiring_loras.items():
+            is_same = other_id == lora_id and other == lora_request
+            if (other_id == lora_id or other == lora_request) and (
+                not is_same or lora_request.load_inplace
+            ):
+                raise AdapterError(
+                    f"the LoRA adapter {other.lora_name!r} with id {other_id} was removed, but "
+                    "requests in progress still use it; try again when they have ended"
+                )
         executor = self._executor()
         added = executor.add_lora(lora_request, sorted(self._loras_in_use()))
         self._retiring_loras.pop(lora_id, None)
         self._loaded_loras[lora_id] = (lora_request.lora_name, lora_request.lora_path)
-        for other in self._loaded_loras.keys() - executor.list_loras():
-            del self._loaded_loras[other]  # it had to make room
+        for evicted in self._loaded_loras.keys() - executor.list_loras():
+            del self._loaded_loras[evicted]
         return bool(added)
 
     def remove_lora(self, lora_id: int) -> bool:

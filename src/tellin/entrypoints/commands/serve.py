@@ -25,6 +25,8 @@ examples:
   tellin serve
   tellin serve ./model.gguf --port 8080 --api-key-file keys.txt --host 0.0.0.0
   tellin serve smollm2 --set kv_cache_dtype=int8 --set max_num_seqs=64
+  tellin serve smollm2 --lora sql=./adapters/sql --lora poems=./adapters/poems
+  tellin serve minilm --served-model-name text-embedding
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
 
@@ -45,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     _add_network_arguments(parser.add_argument_group("network"))
     _add_chat_arguments(parser.add_argument_group("chat"))
+    _add_lora_arguments(parser.add_argument_group("LoRA adapters"))
     _add_key_arguments(parser.add_argument_group("keys and limits"))
 
 
@@ -129,6 +132,20 @@ def _add_chat_arguments(group: argparse._ArgumentGroup) -> None:
         "--trust-request-chat-template",
         action="store_true",
         help="let requests bring their own chat template, which is a program",
+    )
+
+
+def _add_lora_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--enable-lora", action="store_true", help="accept adapters (implied by --lora)"
+    )
+    group.add_argument(
+        "--lora",
+        "--lora-modules",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help="an adapter to load at the start; requests use it as model NAME (repeatable)",
     )
 
 
@@ -233,8 +250,18 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,
         trust_request_chat_template=args.trust_request_chat_template,
+        lora_modules=tuple(map(_lora_module, args.lora)),
         enable_page=not args.no_page,
     )
+
+
+def _lora_module(text: str) -> tuple[str, str]:
+    name, separator, path = text.partition("=")
+    if not separator or not name or not path:
+        raise InvalidParameterError(
+            f"--lora needs NAME=PATH, got {text!r}", parameter="--lora", value=text
+        )
+    return name, str(Path(path).expanduser().absolute())
 
 
 def _lines(path: str, parameter: str) -> list[str]:
@@ -270,6 +297,8 @@ def make_engine_args(args: argparse.Namespace) -> EngineArgs:
         "chat_template": args.chat_template,
         "max_num_queued_reqs": args.max_queue,
     }
+    if args.enable_lora or args.lora:
+        values |= {"enable_lora": True, "max_loras": max(1, len(args.lora))}
     return EngineArgs.from_dict(values | dict(parse_assignment(text) for text in args.set))
 
 

@@ -60,6 +60,7 @@ class PreparedChat:
         self.context = context
         self.request = request
         self.jobs = jobs
+        self.model_name = context.shown_name(request.model)
         self.id = new_id("chatcmpl", request.request_id)
         self.created = int(time.time())
         self.usage = UsageCounter()
@@ -106,9 +107,7 @@ class PreparedChat:
                     writer = self.choices[job.first_index + completion.index]
                     choices.append(writer.whole(completion))
         choices.sort(key=lambda choice: choice.index)
-        reply = ChatCompletion(
-            self.id, self.created, self.context.model_name, choices, self.usage.usage()
-        )
+        reply = ChatCompletion(self.id, self.created, self.model_name, choices, self.usage.usage())
         if first is not None and self.request.prompt_logprobs is not None:
             reply.prompt_logprobs = prompt_logprobs(first.prompt_logprobs) or []
         if first is not None and self.request.return_token_ids:
@@ -128,7 +127,7 @@ class PreparedChat:
                 for completion in output.outputs:
                     writer = self.choices[job.first_index + completion.index]
                     for choice in writer.delta(completion):
-                        chunk = ChatChunk(self.id, self.created, self.context.model_name, [choice])
+                        chunk = ChatChunk(self.id, self.created, self.model_name, [choice])
                         if continuous:
                             chunk.usage = self.usage.usage()
                         elif wants_usage:
@@ -137,9 +136,7 @@ class PreparedChat:
                             chunk.prompt_token_ids, wants_ids = output.prompt_token_ids or [], False
                         yield chunk
         if wants_usage:
-            yield ChatChunk(
-                self.id, self.created, self.context.model_name, [], usage=self.usage.usage()
-            )
+            yield ChatChunk(self.id, self.created, self.model_name, [], usage=self.usage.usage())
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """`chunks` as server-sent events. An error before the first one is raised."""
@@ -176,7 +173,7 @@ class ChatService:
         context.check_num_sequences(n)
         await context.check_constraint(params)
         prompt = await self._render(request, plan)
-        jobs = make_jobs([prompt], params, n)
+        jobs = make_jobs([prompt], params, n, context.adapters.get(request.model))
         return PreparedChat(context, request, prompt, jobs, plan, n)
 
     def _params(self, request: ChatCompletionRequest, plan: ToolPlan) -> tuple[SamplingParams, int]:

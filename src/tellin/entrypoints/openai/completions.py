@@ -39,6 +39,7 @@ class PreparedCompletion:
         self.context = context
         self.request = request
         self.jobs = jobs
+        self.model_name = context.shown_name(request.model)
         self.id = new_id("cmpl", request.request_id)
         self.created = int(time.time())
         self.usage = UsageCounter()
@@ -106,7 +107,7 @@ class PreparedCompletion:
     # ------------------------------------------------------------------ parts
 
     def _reply(self, choices: list[CompletionChoice], usage: Any = None) -> Completion:
-        reply = Completion(self.id, self.created, self.context.model_name, choices)
+        reply = Completion(self.id, self.created, self.model_name, choices)
         if usage is not None:
             reply.usage = usage
         return reply
@@ -183,7 +184,8 @@ class CompletionService:
         rendered: list[RenderedPrompt] = await context.engine.renderer.render_cmpl_async(
             prompts, tok_params, extras
         )
-        return PreparedCompletion(context, request, make_jobs(rendered, params, n), n)
+        jobs = make_jobs(rendered, params, n, context.adapters.get(request.model))
+        return PreparedCompletion(context, request, jobs, n)
 
     def _params(self, request: CompletionRequest, params_n: int) -> SamplingParams:
         overrides: dict[str, Any] = {"n": params_n}

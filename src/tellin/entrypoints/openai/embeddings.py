@@ -18,6 +18,7 @@ from tellin.entrypoints.openai.replies import Embedding, EmbeddingList, Usage
 from tellin.entrypoints.openai.requests import EmbeddingRequest
 from tellin.entrypoints.openai.serving import ServingContext
 from tellin.outputs import EmbeddingOutput, PoolingRequestOutput
+from tellin.protocol import LoRARequest
 from tellin.sampling_params import PoolingParams
 
 MAX_INPUTS = 2048
@@ -55,20 +56,25 @@ class EmbeddingService:
         )
         rendered = await context.engine.renderer.render_cmpl_async(inputs, tok_params)
         data, num_tokens = [], 0
-        for index, output in enumerate(await self._run_all(rendered, params)):
+        lora_request = context.adapters.get(request.model)
+        model_name = context.shown_name(request.model)
+        for index, output in enumerate(await self._run_all(rendered, params, lora_request)):
             vector = EmbeddingOutput.from_base(output.outputs).embedding
             num_tokens += len(output.prompt_token_ids)
             data.append(Embedding(index, _encode(vector, request.encoding_format)))
-        return EmbeddingList(context.model_name, data, Usage(num_tokens, 0, num_tokens))
+        return EmbeddingList(model_name, data, Usage(num_tokens, 0, num_tokens))
 
     async def _run_all(
-        self, prompts: list[RenderedPrompt], params: PoolingParams
+        self,
+        prompts: list[RenderedPrompt],
+        params: PoolingParams,
+        lora_request: LoRARequest | None,
     ) -> list[PoolingRequestOutput]:
         seats = asyncio.Semaphore(MAX_IN_FLIGHT)
 
         async def seated(prompt: RenderedPrompt) -> PoolingRequestOutput:
             async with seats:
-                return await self._run(prompt, params)
+                return await self._run(prompt, params, lora_request)
 
         tasks = [asyncio.ensure_future(seated(prompt)) for prompt in prompts]
         try:
@@ -78,12 +84,14 @@ class EmbeddingService:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, prompt: RenderedPrompt, params: PoolingParams) -> PoolingRequestOutput:
+    async def _run(
+        self, prompt: RenderedPrompt, params: PoolingParams, lora_request: LoRARequest | None
+    ) -> PoolingRequestOutput:
         context = self.context
         last = None
         timeout_s = context.config.request_timeout_s
         async for output in context.engine.encode(
-            prompt, params, uuid.uuid4().hex, timeout_s=timeout_s
+            prompt, params, uuid.uuid4().hex, timeout_s=timeout_s, lora_request=lora_request
         ):
             last = output
         if last is None:

@@ -177,6 +177,10 @@ class ModelCard(msgspec.Struct):
     max_model_len: int
     object: str = "model"
     owned_by: str = "tellin"
+    root: str | UnsetType = UNSET
+    """Of a LoRA adapter: its path."""
+    parent: str | UnsetType = UNSET
+    """Of a LoRA adapter: the base model."""
 
 
 class ModelList(msgspec.Struct):

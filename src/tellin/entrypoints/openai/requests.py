@@ -205,6 +205,19 @@ class EmbeddingRequest(Ignored):
     add_special_tokens: bool = True
 
 
+class LoadAdapterRequest(Body):
+    lora_name: str
+    lora_path: str
+    """A folder on the server's machine."""
+    load_inplace: bool = False
+    """Replace the adapter of that name."""
+
+
+class UnloadAdapterRequest(Body):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
 class TokenizeRequest(Body):
     """Either a prompt or a conversation."""
 

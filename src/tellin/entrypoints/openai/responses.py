@@ -98,7 +98,7 @@ class PreparedResponse:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
-            "model": self._context.model_name,
+            "model": self._chat.model_name,
             "output": list(self._items.items),
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,

@@ -35,6 +35,8 @@ DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     bodies.EmbeddingRequest,
     bodies.TokenizeRequest,
     bodies.DetokenizeRequest,
+    bodies.LoadAdapterRequest,
+    bodies.UnloadAdapterRequest,
 )
 
 
@@ -161,10 +163,22 @@ def admin_routes(context: ServingContext) -> APIRouter:
         await status.change(engine.stop_profile())
         return json_reply({"is_profiling": False})
 
-    @router.post("/v1/load_lora_adapter")
-    @router.post("/v1/unload_lora_adapter")
-    async def change_lora_adapter() -> Response:
-        raise status.no_adapters()
+    timeout_s = context.config.body_timeout_s
+    read_load = body_reader(bodies.LoadAdapterRequest, timeout_s)
+    read_unload = body_reader(bodies.UnloadAdapterRequest, timeout_s)
+
+    @router.post("/v1/load_lora_adapter", openapi_extra=documented(bodies.LoadAdapterRequest))
+    async def load_lora_adapter(request: Request) -> Response:
+        body = await read_load(request)
+        call = context.adapters.load(body.lora_name, body.lora_path, body.load_inplace)
+        adapter = await status.change(call)
+        return json_reply({"lora_name": adapter.lora_name, "lora_int_id": adapter.lora_int_id})
+
+    @router.post("/v1/unload_lora_adapter", openapi_extra=documented(bodies.UnloadAdapterRequest))
+    async def unload_lora_adapter(request: Request) -> Response:
+        body = await read_unload(request)
+        await status.change(context.adapters.unload(body.lora_name, body.lora_int_id))
+        return json_reply({"lora_name": body.lora_name, "unloaded": True})
 
     return router
 

@@ -94,6 +94,7 @@ async def _serve(
     try:
         warm_up.join()
         context = ServingContext(engine, config)
+        await context.adapters.load_static()
         server = _Server(context, sock, on_start)
         with _signals(server.stop):
             await server.run()

@@ -46,6 +46,8 @@ class ServerConfig:
     reasoning_parser: str = "auto"
     trust_request_chat_template: bool = False
     """Whether a request may bring its own chat template, which is a program."""
+    lora_modules: tuple[tuple[str, str], ...] = ()
+    """Name and path of LoRA adapters that are loaded at the start."""
     enable_page: bool = True
     """Whether ``/`` and ``/engine`` are there, for people who look."""
 
@@ -61,6 +63,14 @@ class ServerConfig:
         keys = (*self.api_keys, *(() if self.admin_key is None else (self.admin_key,)))
         if any(not key.strip() for key in keys):
             raise InvalidParameterError("a key must not be empty", parameter="api_key")
+        names = [name for name, _ in self.lora_modules]
+        for name in names:
+            if names.count(name) > 1 or name in self.served_model_names:
+                raise InvalidParameterError(
+                    f"the LoRA adapter's name {name!r} is given twice, or is the model's",
+                    parameter="lora",
+                    value=name,
+                )
         if self.enable_admin != (self.admin_key is not None):
             raise InvalidParameterError(
                 "admin calls need both --enable-admin and --admin-key", parameter="admin_key"

@@ -19,12 +19,14 @@ from msgspec import UNSET
 
 from tellin.engine.async_llm import AsyncLLM
 from tellin.engine.prompts import RenderedPrompt
+from tellin.entrypoints.openai.adapters import Adapters
 from tellin.entrypoints.openai.chat_format import ChatFormat
 from tellin.entrypoints.openai.errors import ApiError, bad_request, not_ready, to_api_error
 from tellin.entrypoints.openai.http_metrics import HttpMetrics
 from tellin.entrypoints.openai.replies import FinishReason, PromptTokensDetails, Usage
 from tellin.entrypoints.openai.server_config import ServerConfig
 from tellin.outputs import CompletionOutput, RequestOutput
+from tellin.protocol import LoRARequest
 from tellin.sampling_params import SamplingParams
 
 DONE = b"data: [DONE]\n\n"
@@ -41,6 +43,7 @@ class ServingContext:
         self.created = int(time.time())
         self.chat_format = ChatFormat(config, model.chat_template, engine.tokenizer)
         self.http_metrics = HttpMetrics(engine.config.observability_config.metrics_prefix)
+        self.adapters = Adapters(engine, self.model_names, dict(config.lora_modules))
         self.is_draining = False
 
     @property
@@ -54,13 +57,18 @@ class ServingContext:
 
     def check_model(self, name: str | None) -> None:
         """Raise 404 for a model that is not served."""
-        if name is not None and name not in self.model_names:
+        served = (*self.model_names, *self.adapters.names)
+        if name is not None and name not in served:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist here; served: {', '.join(self.model_names)}",
+                f"the model {name!r} does not exist here; served: {', '.join(served)}",
                 "model",
                 "model_not_found",
             )
+
+    def shown_name(self, name: str | None) -> str:
+        """The model that an answer names: an adapter that was asked for, or the base model."""
+        return name if name is not None and name in self.adapters.names else self.model_name
 
     def check_accepts(self) -> None:
         """Raise 503 while the server is ending."""
@@ -110,12 +118,18 @@ class Job:
     """Index of its first choice in the answer."""
     counts_prompt: bool = True
     """Whether the prompt is new: equal choices of one prompt count it once."""
+    lora_request: LoRARequest | None = None
 
 
-def make_jobs(prompts: Sequence[RenderedPrompt], params: SamplingParams, n: int) -> list[Job]:
+def make_jobs(
+    prompts: Sequence[RenderedPrompt],
+    params: SamplingParams,
+    n: int,
+    lora_request: LoRARequest | None = None,
+) -> list[Job]:
     """Jobs for ``n`` choices per prompt. ``params.n`` is 1 where choices are equal (greedy)."""
     return [
-        Job(prompt, params, position * n + copy * params.n, copy == 0)
+        Job(prompt, params, position * n + copy * params.n, copy == 0, lora_request)
         for position, prompt in enumerate(prompts)
         for copy in range(n // params.n)
     ]
@@ -164,6 +178,7 @@ async def _run_job(
         uuid.uuid4().hex,
         timeout_s=context.config.request_timeout_s,
         priority=priority,
+        lora_request=job.lora_request,
     )
     async with aclosing(stream):
         async for output in stream:

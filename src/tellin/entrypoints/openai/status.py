@@ -25,16 +25,25 @@ class StatusService:
         self.context = context
 
     def models(self) -> ModelList:
-        """All names under which the model is served."""
-        return ModelList([self._card(name) for name in self.context.model_names])
+        """All names under which the model is served, and its adapters."""
+        context = self.context
+        names = (*context.model_names, *context.adapters.names)
+        return ModelList([self._card(name) for name in names])
 
     def model(self, name: str) -> ModelCard:
         self.context.check_model(name)
         return self._card(name)
 
     def _card(self, name: str) -> ModelCard:
-        max_model_len = self.context.engine.model_config.max_model_len
-        return ModelCard(name, self.context.created, max_model_len)
+        context = self.context
+        max_model_len = context.engine.model_config.max_model_len
+        adapter = context.adapters.get(name)
+        if adapter is None:
+            return ModelCard(name, context.created, max_model_len)
+        created = context.adapters.created[name]
+        return ModelCard(
+            name, created, max_model_len, root=adapter.lora_path, parent=context.model_name
+        )
 
     def version(self) -> str:
         from tellin import __version__
@@ -78,9 +87,3 @@ class StatusService:
         if mode not in SLEEP_MODES:
             raise bad_request(f"mode must be one of {', '.join(SLEEP_MODES)}, got {mode!r}", "mode")
         await self.change(self.context.engine.sleep(level, mode))
-
-    def no_adapters(self) -> ApiError:
-        return bad_request(
-            "LoRA adapters cannot be applied yet; merge the adapter into the model",
-            code="unsupported",
-        )
