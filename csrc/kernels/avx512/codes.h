@@ -59,34 +59,6 @@ TELLIN_INLINE __m512i load_quad(const uint8_t* block) {
   }
 }
 
-template <int kBits, int kQuad, int kEnd>
-TELLIN_INLINE __m512i add_code_bytes(const uint8_t* block) {
-  const __m512i quad = load_quad<kBits, kQuad>(block);
-  if constexpr (kQuad + 1 == kEnd) {
-    return quad;
-  } else {
-    return _mm512_add_epi8(quad, add_code_bytes<kBits, kQuad + 1, kEnd>(block));
-  }
-}
-
-// Pairs (sum of codes - features * zero point, zero point) of quads [kQuad, kEnd) in the rows' 32-bit lanes.
-template <QuantType T, int kQuad, int kEnd>
-TELLIN_INLINE __m512i code_sum_pairs(const uint8_t* block) {
-  constexpr PackedFormat kFormat = format_of(T);
-  const __m512i ones = _mm512_set1_epi8(1);
-  __m512i sum = _mm512_set1_epi32(-4 * (kEnd - kQuad) * kFormat.zero_point());
-  constexpr int kStep =
-      kFormat.bits == 8 ? 1 : kEnd - kQuad;  // sums of quads that fit a byte: 8 x 31, 4 x 63
-  if constexpr (kStep == kEnd - kQuad) {
-    sum = _mm512_dpbusd_epi32(sum, add_code_bytes<kFormat.bits, kQuad, kEnd>(block), ones);
-  } else {
-#pragma GCC unroll 8
-    for (int q = kQuad; q < kEnd; ++q)
-      sum = _mm512_dpbusd_epi32(sum, load_vector(block + kVectorBytes * q), ones);
-  }
-  return _mm512_mask_blend_epi16(0xaaaaaaaa, sum, _mm512_set1_epi32(kFormat.zero_point() << 16));
-}
-
 TELLIN_INLINE __m512 half_to_float16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

@@ -1,0 +1,243 @@
+// AVX-512 VNNI: exact integer sums of codes x quantised activations over a block of 32 features or its half.
+//
+// The first tile of tokens that meets a block unpacks it once, multiplies it with all planes of its
+// activations and sums the codes, which the zero point of 8-bit activations needs; later tiles read those
+// sums back. With two planes the sum is that of the high plane, shifted, plus that of the low plane: exact
+// (32 * 127 * 255 * 128 < 2^31).
+#pragma once
+#include "codes.h"
+#include "tellin/linear.h"
+
+namespace tellin {
+namespace {
+
+TELLIN_INLINE __m512i broadcast_word(const void* p) {
+  int32_t word;
+  __builtin_memcpy(&word, p, sizeof word);
+  return _mm512_set1_epi32(word);
+}
+
+// The current records of a tile's rows. Rows 3 apart get a pointer each, the two between are reached by
+// index: half the registers (the empty asm keeps the compiler from undoing this).
+template <class Act, int kTokens>
+struct ActRows {
+  const char* base[(kTokens + 2) / 3];
+  int64_t stride;
+
+  TELLIN_INLINE ActRows(const uint8_t* x, int64_t row_bytes) : stride(row_bytes) {
+    asm("" : "+r"(stride));
+#pragma GCC unroll 2
+    for (int i = 0; i < (kTokens + 2) / 3; ++i) {
+      base[i] = reinterpret_cast<const char*>(x + 3 * i * row_bytes);
+      asm("" : "+r"(base[i]));
+    }
+  }
+  TELLIN_INLINE const Act* block(int t) const {
+    return reinterpret_cast<const Act*>(base[t / 3] + t % 3 * stride);
+  }
+  TELLIN_INLINE void advance() {
+#pragma GCC unroll 2
+    for (int i = 0; i < (kTokens + 2) / 3; ++i) base[i] += sizeof(Act);
+  }
+};
+
+// Adds quad kQuad of a block's codes x plane kPlane of the activations to the integer sums.
+template <QuantType T, int kPlane, int kQuad, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                            __m512i (&sum)[kGroups][kTokens]) {
+  __m512i w[kGroups];
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; ++g) w[g] = load_quad<format_of(T).bits, kQuad>(codes + g * group_bytes);
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+    const __m512i y = broadcast_word(x.block(t)->q[kPlane] + 4 * kQuad);
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_dpbusd_epi32(sum[g][t], w[g], y);
+  }
+}
+
+// What the integer sums of a block or half (pair 0: block; 1, 2: halves) start with: the terms of the
+// activations' zero and of the codes' zero point.
+template <QuantType T, int kGroups, int kTokens>
+TELLIN_INLINE void begin_sums(const ActRows<Act8, kTokens>& x, int pair, const int32_t (&code_pair)[2][kRows],
+                              __m512i (&sum)[kGroups][kTokens]) {
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+    const __m512i zero = broadcast_word(x.block(t)->zero_pair[pair]);
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_madd_epi16(zero, _mm512_load_si512(code_pair[g]));
+  }
+}
+
+// What the sums of one row start with for the codes' zero point.
+template <QuantType T>
+TELLIN_INLINE __m512i zero_point_term(const Act16* block, int pair) {
+  constexpr PackedFormat kFormat = format_of(T);
+  if constexpr (kFormat.zero_point_log2 < 0) return _mm512_setzero_si512();
+  __m512i sum = broadcast_word(&block->neg_sums[pair == 2 ? 1 : 0]);
+  if (pair == 0) sum = _mm512_add_epi32(sum, broadcast_word(&block->neg_sums[1]));
+  return _mm512_slli_epi32(sum, kFormat.zero_point_log2 < 0 ? 0 : kFormat.zero_point_log2);
+}
+
+template <QuantType T, int kGroups, int kTokens>
+TELLIN_INLINE void begin_sums(const ActRows<Act16, kTokens>& x, int pair, const int32_t (&)[2][kRows],
+                              __m512i (&sum)[kGroups][kTokens]) {
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+    const __m512i start = zero_point_term<T>(x.block(t), pair);
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) sum[g][t] = start;
+  }
+}
+
+// Between the planes: what was summed counts 128-fold, and the start is added that one plane begins with.
+template <QuantType T, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void shift_sums(const ActRows<Act, kTokens>& x, int pair, const int32_t (&code_pair)[2][kRows],
+                              __m512i (&sum)[kGroups][kTokens]) {
+  __m512i start[kGroups][kTokens];
+  begin_sums<T>(x, pair, code_pair, start);
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      sum[g][t] = _mm512_add_epi32(_mm512_slli_epi32(sum[g][t], kPlaneShift), start[g][t]);
+    }
+  }
+}
+
+// All quads of a 32-feature block (kHalf < 0), or those of its half kHalf. Low and high nibbles of a vector
+// follow each other.
+template <QuantType T, int kPlane, int kHalf, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_quads(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                             __m512i (&sum)[kGroups][kTokens]) {
+  constexpr int kFirst = kHalf > 0 ? 4 : 0;
+  add_quad<T, kPlane, kFirst>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0) add_quad<T, kPlane, 4>(codes, group_bytes, x, sum);
+  add_quad<T, kPlane, kFirst + 1>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0) add_quad<T, kPlane, 5>(codes, group_bytes, x, sum);
+  add_quad<T, kPlane, kFirst + 2>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0) add_quad<T, kPlane, 6>(codes, group_bytes, x, sum);
+  add_quad<T, kPlane, kFirst + 3>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0) add_quad<T, kPlane, 7>(codes, group_bytes, x, sum);
+}
+
+// Sums of a tile that is not the first: `code_pair` is known.
+template <QuantType T, int kHalf, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void later_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                              const int32_t (&code_pair)[2][kRows], __m512i (&sum)[kGroups][kTokens]) {
+  constexpr int kPair = kHalf + 1;
+  if constexpr (Act::kPlanes == 1) {
+    begin_sums<T>(x, kPair, code_pair, sum);
+    add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
+  } else {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_setzero_si512();
+    }
+    add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
+    shift_sums<T>(x, kPair, code_pair, sum);
+    add_quads<T, 1, kHalf>(codes, group_bytes, x, sum);
+  }
+}
+
+// Adds quad kQuad of a block: its codes x every plane of the activations, and the codes themselves (kStarts:
+// to nothing).
+template <QuantType T, int kQuad, bool kStarts, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                                 __m512i (&sum)[Act::kPlanes][kGroups][kTokens],
+                                 __m512i (&code_sum)[kGroups]) {
+  constexpr PackedFormat kFormat = format_of(T);
+  __m512i w[kGroups];
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; ++g) {
+    w[g] = load_quad<kFormat.bits, kQuad>(codes + g * group_bytes);
+    if constexpr (Act::kPlanes == 1) {
+      if constexpr (kFormat.bits == 8) {
+        code_sum[g] = _mm512_dpbusd_epi32(code_sum[g], w[g], _mm512_set1_epi8(1));
+      } else {
+        code_sum[g] = kStarts ? w[g] : _mm512_add_epi8(code_sum[g], w[g]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+    for (int plane = 0; plane < Act::kPlanes; ++plane) {
+      const __m512i y = broadcast_word(x.block(t)->q[plane] + 4 * kQuad);
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) {
+        sum[plane][g][t] = _mm512_dpbusd_epi32(sum[plane][g][t], w[g], y);
+      }
+    }
+  }
+}
+
+// Sums of the first tile, in one walk over the codes. Computes `code_pair`: pairs (sum of codes - features *
+// zero point, zero point) in the rows' 32-bit lanes.
+template <QuantType T, int kHalf, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                              int32_t (&code_pair)[2][kRows], __m512i (&out)[kGroups][kTokens]) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kPair = kHalf + 1;
+  constexpr int kQuads = kHalf < 0 ? 8 : 4;
+  constexpr int kFirst = kHalf > 0 ? 4 : 0;
+  __m512i sum[Act::kPlanes][kGroups][kTokens], code_sum[kGroups];
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; ++g) {
+    code_sum[g] = _mm512_set1_epi32(-4 * kQuads * kFormat.zero_point());
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+      for (int plane = 0; plane < Act::kPlanes; ++plane) sum[plane][g][t] = _mm512_setzero_si512();
+    }
+  }
+  multiply_quad<T, kFirst, true>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (kHalf < 0) multiply_quad<T, 4, false>(codes, group_bytes, x, sum, code_sum);
+  multiply_quad<T, kFirst + 1, false>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (kHalf < 0) multiply_quad<T, 5, false>(codes, group_bytes, x, sum, code_sum);
+  multiply_quad<T, kFirst + 2, false>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (kHalf < 0) multiply_quad<T, 6, false>(codes, group_bytes, x, sum, code_sum);
+  multiply_quad<T, kFirst + 3, false>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (kHalf < 0) multiply_quad<T, 7, false>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (Act::kPlanes == 1) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      if constexpr (kFormat.bits < 8) {  // 8 codes of at most 31, or 4 of 63, were added in a byte
+        code_sum[g] = _mm512_dpbusd_epi32(_mm512_set1_epi32(-4 * kQuads * kFormat.zero_point()), code_sum[g],
+                                          _mm512_set1_epi8(1));
+      }
+      const __m512i pair =
+          _mm512_mask_blend_epi16(0xaaaaaaaa, code_sum[g], _mm512_set1_epi32(kFormat.zero_point() << 16));
+      _mm512_store_si512(code_pair[g], pair);
+#pragma GCC unroll 8
+      for (int t = 0; t < kTokens; ++t) {
+        out[g][t] = _mm512_dpwssd_epi32(sum[0][g][t], broadcast_word(x.block(t)->zero_pair[kPair]), pair);
+      }
+    }
+  } else {
+#pragma GCC unroll 8
+    for (int t = 0; t < kTokens; ++t) {
+      const __m512i start = zero_point_term<T>(x.block(t), kPair);
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; ++g) {
+        const __m512i high = _mm512_slli_epi32(sum[0][g][t], kPlaneShift);
+        out[g][t] = _mm512_add_epi32(_mm512_add_epi32(high, sum[Act::kPlanes - 1][g][t]), start);
+      }
+    }
+  }
+}
+
+// Exact sums of (codes - zero point) x whole activations over a block (kHalf < 0) or its half kHalf.
+template <QuantType T, bool kIsFirst, int kHalf, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void block_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                              int32_t (&code_pair)[2][kRows], __m512i (&sum)[kGroups][kTokens]) {
+  if constexpr (kIsFirst) {
+    first_sums<T, kHalf>(codes, group_bytes, x, code_pair, sum);
+  } else {
+    later_sums<T, kHalf>(codes, group_bytes, x, code_pair, sum);
+  }
+}
+
+}  // namespace
+}  // namespace tellin
