@@ -301,7 +301,7 @@ def test_results_in_another_order_find_their_requests() -> None:
         scheduler.add_request(Request.from_engine_core_request(wire, max_model_len=64))
     step = scheduler.schedule()
     output = ModelRunnerOutput(["r2", "r0"], [[22], [20]])
-    scheduler.check_invariants = False
+    scheduler._checker = None
     (batch,) = scheduler.update_from_output(step, output).values()
     assert [(o.request_id, o.new_token_ids) for o in batch.outputs] == [("r0", [20]), ("r2", [22])]
 

@@ -1,6 +1,7 @@
 """The global invariants G1-G10, asserted after every step when TELLIN_CHECK_INVARIANTS is set.
 
-Each is a statement about the scheduler's whole state, recomputed from scratch.
+Most are statements about the scheduler's whole state, recomputed from scratch. `StepChecker` holds
+what a step's own rules need: a mirror of what the workers have been told.
 """
 
 from __future__ import annotations
@@ -12,7 +13,70 @@ from tellin.core.request import RequestStatus
 
 if TYPE_CHECKING:
     from tellin.core.scheduler import Scheduler
-    from tellin.step_protocol import SchedulerOutput
+    from tellin.core.step_plan import StepPlan
+    from tellin.protocol import EngineCoreOutput
+    from tellin.step_protocol import ModelRunnerOutput, SchedulerOutput
+
+
+class StepChecker:
+    """Follows the stream of steps as a worker does, and compares."""
+
+    def __init__(self) -> None:
+        self._block_ids: dict[str, list[int]] = {}
+        self._num_prompt: dict[str, int] = {}
+
+    def scheduled(self, scheduler: Scheduler, step: SchedulerOutput) -> None:
+        """G2, G3, G6 and G10 of a step that was just scheduled; raises AssertionError."""
+        check_step(scheduler, step)
+        for request_id in step.finished_req_ids:
+            self._block_ids.pop(request_id, None)
+            self._num_prompt.pop(request_id, None)
+        for new in step.scheduled_new_reqs:
+            self._block_ids[new.req_id] = list(new.block_ids)
+            self._num_prompt[new.req_id] = new.num_prompt_tokens
+            self._compare(scheduler, step, new.req_id, new.num_computed_tokens, len(new.token_ids))
+        for cached in step.scheduled_cached_reqs:
+            request_id = cached.req_id
+            assert request_id in self._block_ids, f"G10: {request_id} was never announced"
+            num_tokens = self._num_prompt[request_id] + cached.num_output_tokens
+            if cached.resumed:
+                self._block_ids[request_id] = list(cached.new_block_ids)
+                assert cached.all_token_ids is not None, f"G10: {request_id} without its ids"
+                assert len(cached.all_token_ids) == num_tokens, f"G10: ids of {request_id}"
+            else:
+                self._block_ids[request_id] += cached.new_block_ids
+            self._compare(scheduler, step, request_id, cached.num_computed_tokens, num_tokens)
+
+    def _compare(
+        self, scheduler: Scheduler, step: SchedulerOutput, req_id: str, computed: int, known: int
+    ) -> None:
+        """G10: what the stream says of a request is what the scheduler has."""
+        request = scheduler.requests[req_id]
+        assert self._block_ids[req_id] == request.block_ids, f"G10: block table of {request}"
+        assert known == request.num_tokens, f"G10: {request} has {known} ids in the stream"
+        computed += step.num_scheduled_tokens[req_id]
+        assert computed == request.num_computed_tokens, f"G10: position of {request}"
+
+    def results(self, plan: StepPlan, model_output: ModelRunnerOutput | None) -> None:
+        """G7: who has not reached the last known id gets none. Call it before they are applied."""
+        if model_output is None:
+            return
+        rows = dict(zip(model_output.req_ids, model_output.sampled_token_ids, strict=True))
+        for request in plan.requests:
+            ids = rows.get(request.request_id)
+            if request.status is RequestStatus.RUNNING and ids:
+                assert request.num_computed_tokens >= request.num_tokens, f"G7: {request} got {ids}"
+
+    def outputs(self, plan: StepPlan, outputs: dict[int, list[EngineCoreOutput]]) -> None:
+        """G9: outputs come in the order in which their requests were scheduled, each once."""
+        order = {request.request_id: i for i, request in enumerate(plan.requests)}
+        for batch in outputs.values():
+            places = [
+                order[output.request_id]
+                for output in batch
+                if output.request_id in order and output.new_token_ids
+            ]
+            assert places == sorted(set(places)), "G9: outputs are not in scheduling order"
 
 
 def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:

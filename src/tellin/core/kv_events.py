@@ -18,8 +18,8 @@ def external_hash(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-class KVCacheEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
-    """Base of all events; encoded as a tagged array."""
+class KVCacheEvent(msgspec.Struct, tag=True):
+    """Base of all events; encoded as a map whose ``type`` is the event's name."""
 
 
 class BlockStored(KVCacheEvent):
@@ -33,6 +33,9 @@ class BlockStored(KVCacheEvent):
     medium: str = MEDIUM
     lora_name: str | None = None
     extra_keys: list[bytes] | None = None
+    group_idx: int = 0
+    kv_cache_spec_kind: str = "full_attention"
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(KVCacheEvent):
@@ -40,6 +43,7 @@ class BlockRemoved(KVCacheEvent):
 
     block_hashes: list[int]
     medium: str = MEDIUM
+    group_idx: int = 0
 
 
 class AllBlocksCleared(KVCacheEvent):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from tellin.config import EngineConfig
 from tellin.core.admission import Admission
-from tellin.core.invariants import check_invariants, check_step
+from tellin.core.invariants import StepChecker, check_invariants
 from tellin.core.kv_cache_manager import KVCacheManager
 from tellin.core.kv_cache_metrics import KVCacheMetricsCollector
 from tellin.core.kv_events import KVEventRecorder
@@ -95,7 +95,7 @@ class Scheduler:
         )
         self.structured_output_manager = structured_output_manager
         self.log_stats = log_stats
-        self.check_invariants = config.settings.check_invariants
+        self._checker = StepChecker() if config.settings.check_invariants else None
 
         self.requests: dict[str, Request] = {}
         self.room = WaitingRoom(scheduler_config.policy)
@@ -232,8 +232,8 @@ class Scheduler:
             for request in capped:
                 self._top_up(request, plan)
         output = self._build_output(plan)
-        if self.check_invariants:
-            check_step(self, output)
+        if self._checker is not None:
+            self._checker.scheduled(self, output)
         return output
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
@@ -424,9 +424,12 @@ class Scheduler:
         ``model_output`` is None for a step in which nothing was scheduled.
         """
         plan = self._get_plan(scheduler_output)
+        if self._checker is not None:
+            self._checker.results(plan, model_output)
         outputs = self.results.apply(plan, model_output)
         self.plan = None
-        if self.check_invariants:
+        if self._checker is not None:
+            self._checker.outputs(plan, outputs)
             check_invariants(self)
         return self.results.package(outputs, plan, model_output)
 
@@ -439,7 +442,7 @@ class Scheduler:
         self.finished_req_ids |= scheduler_output.finished_req_ids
         self.reset_preempted_req_ids |= scheduler_output.preempted_req_ids
         self.finish_requests(ids, RequestStatus.FINISHED_ERROR, error=error, emit=True)
-        if self.check_invariants:
+        if self._checker is not None:
             check_invariants(self)
 
     def _get_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:

@@ -42,6 +42,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "int8")
+MAX_DRAFT_TOKENS = 128
 MAX_LORAS = 4096
 MAX_LORA_RANK = 512
 POOLING_TYPES = ("LAST", "CLS", "MEAN")
@@ -425,7 +426,8 @@ def _speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
     if config is None:
         return None
     _check_choice("speculative_config.method", config.method, SPECULATIVE_METHODS)
-    check_int("speculative_config.num_speculative_tokens", config.num_speculative_tokens, 1)
+    wanted = config.num_speculative_tokens
+    check_int("speculative_config.num_speculative_tokens", wanted, 1, MAX_DRAFT_TOKENS)
     if (config.method == "draft_model") != (config.model is not None):
         raise InvalidParameterError(
             "speculative_config.model is needed by method 'draft_model' and by no other, got "
