@@ -14,6 +14,7 @@ from benchmarks import (
     diff,
     fidelity,
     overhead,
+    prefix_cache,
     rounding,
     scheduler_cost,
     speculation,
@@ -44,6 +45,9 @@ def main() -> int:
     speculation.add_arguments(
         commands.add_parser("speculation", help="gain and cost of speculative decoding")
     )
+    prefix_cache.add_arguments(
+        commands.add_parser("prefix", help="time to the first token with a cached prefix")
+    )
     commands.add_parser("scheduler", help="cost per step as requests grow in number")
     two = commands.add_parser("diff", help="two result files of compare, case by case")
     two.add_argument("before", type=Path)
@@ -59,6 +63,8 @@ def main() -> int:
         return overhead.run(args)
     if args.command == "boundary":
         return boundary.run(args)
+    if args.command == "prefix":
+        return prefix_cache.run(args)
     if args.command == "speculation":
         return speculation.run(args)
     if args.command == "scheduler":

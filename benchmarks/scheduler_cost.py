@@ -1,8 +1,9 @@
 """``python -m benchmarks scheduler``: what a step of the scheduler costs, without any model.
 
-Runs the real scheduler against a worker that answers every request with one token at once, first as
-running requests go from 1 to 512, then as waiting requests go from 10 to 10,000 beside 64 running
-ones. Times are of one thread and exclude everything but `schedule` and `update_from_output`.
+Runs the real scheduler against a worker that answers every request with one token at once, first
+as running requests go from 1 to 512, then with 10 and with 10,000 requests waiting beside 1, 64 and
+512 running ones. Times are of one thread and exclude everything but `schedule` and
+`update_from_output`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from pathlib import Path
 from benchmarks.report import aligned
 
 RUNNING = (1, 4, 16, 64, 128, 256, 512)
-WAITING = (10, 100, 1_000, 10_000)
-RUNNING_BESIDE_WAITING = 64
+WAITING = (10, 10_000)
+RUNNING_BESIDE_WAITING = (1, 64, 512)
 PROMPT_LEN = 32
 NUM_STEPS = 200
 
@@ -24,9 +25,10 @@ def run() -> str:
     """Both tables: microseconds per step, and per request of the step."""
     lines = [["requests", "step µs", "schedule µs", "update µs", "µs / running request"]]
     lines += [[f"{running} running", *_cells(running, 0)] for running in RUNNING]
-    for waiting in WAITING:
-        name = f"{RUNNING_BESIDE_WAITING} running, {waiting} waiting"
-        lines.append([name, *_cells(RUNNING_BESIDE_WAITING, waiting)])
+    for running in RUNNING_BESIDE_WAITING:
+        for waiting in WAITING:
+            name = f"{running} running, {waiting} waiting"
+            lines.append([name, *_cells(running, waiting)])
     return aligned(lines)
 
 
