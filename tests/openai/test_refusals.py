@@ -60,6 +60,9 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"content": "no role"}]}, "messages"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ""),
+    ({"messages": [{"role": "tool", "content": [1]}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": [{"type": "image_url"}]}]}, "messages"),
+    ({"messages": [{"role": "tool", "content": 5}]}, "messages"),
     ({"stream_options": {"include_usage": True}}, ""),
     ({"tool_choice": "required"}, ""),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
@@ -136,6 +139,7 @@ def test_odd_paths_methods_and_types(server: Server) -> None:
     assert unknown["code"] == "model_not_found"
     assert refused(server, "/v1/embeddings", {"input": "x"})["code"] == "unsupported_model"
     assert refused(server, "/detokenize", {"tokens": [-1]})["param"] == "tokens.0"
+    assert "512" in refused(server, "/detokenize", {"tokens": [3, 512]})["message"]
     assert server.http.post("/sleep").status_code == 404  # off unless asked for
 
 

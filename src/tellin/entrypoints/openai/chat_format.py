@@ -70,12 +70,12 @@ class ChatFormat:
         """Messages and tools as the template gets them.
 
         Raises:
-            ApiError: a tool call in the history is malformed.
+            ApiError: a tool call or a tool's result in the history is malformed.
         """
         prepared = [_with_objects(message, i) for i, message in enumerate(messages)]
         if self.has_tools:
             return prepared, tools
-        prepared = [_as_text(message) for message in prepared]
+        prepared = [_as_text(message, i) for i, message in enumerate(prepared)]
         if tools:
             _add_to_system(prepared, _tools_text(tools))
         return prepared, None
@@ -121,14 +121,14 @@ def _call_with_object(call: Any, where: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+def _as_text(message: dict[str, Any], position: int) -> dict[str, Any]:
     """Tool calls and results written out, for a template that would drop them."""
     if message.get("role") == "tool":
-        content = _text_of(message.get("content"))
+        content = _text_of(message.get("content"), position)
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = message.pop("tool_calls", None)
     if calls:
-        blocks = [_text_of(message.get("content"))]
+        blocks = [_text_of(message.get("content"), position)]
         for call in calls:
             function = call["function"]
             written = {"name": function["name"], "arguments": function["arguments"]}
@@ -138,11 +138,20 @@ def _as_text(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _text_of(content: Any) -> str:
-    if isinstance(content, list):
-        texts = (part.get("text") for part in content if isinstance(part, Mapping))
-        return "\n".join(text for text in texts if isinstance(text, str))
-    return content if isinstance(content, str) else ""
+def _text_of(content: Any, position: int) -> str:
+    """A content's text, all parts of it; raises 400 for what is no text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for part in content if isinstance(content, list) else [None]:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            raise bad_request(
+                f"messages[{position}].content must be a string, null, or a list of text parts",
+                "messages",
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _tools_text(tools: Sequence[dict[str, Any]]) -> str:
@@ -152,7 +161,7 @@ def _tools_text(tools: Sequence[dict[str, Any]]) -> str:
 
 def _add_to_system(messages: list[dict[str, Any]], text: str) -> None:
     if messages[0].get("role") == "system":
-        before = _text_of(messages[0].get("content"))
+        before = _text_of(messages[0].get("content"), 0)
         messages[0] = {**messages[0], "content": f"{before}\n\n{text}" if before else text}
     else:
         messages.insert(0, {"role": "system", "content": text})

@@ -8,6 +8,7 @@ from typing import Any
 from tellin.engine.prompts import CHAT_TOKENIZE_PARAMS, TokenizeParams
 from tellin.engine.renderer import ChatParams
 from tellin.entrypoints.openai.chat import check_template_kwargs, render_chat
+from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.replies import Detokenization, Tokenization
 from tellin.entrypoints.openai.requests import DetokenizeRequest, TokenizeRequest
 from tellin.entrypoints.openai.serving import ServingContext
@@ -54,5 +55,13 @@ class TokenizationService:
         """Text of token ids, special tokens included."""
         self.context.check_model(request.model)
         tokenizer = self.context.engine.get_tokenizer()
+        vocab_size = self.context.engine.model_config.vocab_size
+        unknown = next((token for token in request.tokens if token >= vocab_size), None)
+        if unknown is not None:
+            raise bad_request(
+                f"tokens has the id {unknown}, but the vocabulary ends at {vocab_size - 1}",
+                "tokens",
+                "invalid_value",
+            )
         text = await asyncio.to_thread(tokenizer.decode, request.tokens, False)
         return Detokenization(text)
