@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from tellin.entrypoints.openai.page import view as view_module
 from tellin.entrypoints.openai.page.routes import SECURITY_HEADERS, page_paths
-from tellin.entrypoints.openai.page.view import StepMonitor, encode_runs
+from tellin.entrypoints.openai.page.view import EngineEvent, EngineView, StepMonitor, encode_runs
+from tellin.exceptions import EngineDeadError
 from tellin.metrics import IterationStats
-from tellin.protocol import CacheStats, SchedulerStats
+from tellin.protocol import CacheStats, EngineCoreSnapshot, SchedulerStats
 from tests.openai.conftest import ENDLESS_TOKENS, SLOW, Serve, Server
 
 STATIC = resources.files("tellin.entrypoints.openai.page") / "static"
@@ -260,6 +264,56 @@ def step_stats(number: int) -> SchedulerStats:
         num_running_reqs=2,
         prefix_cache_stats=CacheStats(requests=1, queries=20, hits=5),
     )
+
+
+class FakeEngine:
+    """Answers after a while, or not at all, and counts how often it was asked."""
+
+    logger_manager = None
+
+    def __init__(self, delay_s: float = 0.0, error: Exception | None = None) -> None:
+        self.delay_s = delay_s
+        self.error = error
+        self.num_asked = 0
+
+    async def get_snapshot(self) -> EngineCoreSnapshot:
+        self.num_asked += 1
+        await asyncio.sleep(self.delay_s)
+        if self.error is not None:
+            raise self.error
+        return EngineCoreSnapshot(1.0, 7, 0, 0, 0, 0, False, 16, b"\0\2\2\1")
+
+
+def make_view(engine: FakeEngine) -> EngineView:
+    return EngineView(SimpleNamespace(engine=engine, is_draining=False))  # type: ignore[arg-type]
+
+
+def test_however_many_watch_the_core_is_asked_once() -> None:
+    async def watch() -> list[EngineEvent]:
+        view = make_view(engine)
+        return [event for _, event in await asyncio.gather(*(view.look(0, 60) for _ in range(50)))]
+
+    engine = FakeEngine()
+    events = asyncio.run(watch())
+    assert engine.num_asked == 1
+    assert all(event.core is not None and event.core.step == 7 for event in events)
+
+
+def test_a_core_in_a_long_step_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_module, "PATIENCE_S", 0.01)
+    _, event = asyncio.run(make_view(FakeEngine(delay_s=3600)).look())
+    assert event.core is None
+    assert event.has_statistics is False
+
+
+def test_a_dead_engine_ends_the_stream_with_its_reason() -> None:
+    async def read() -> list[bytes]:
+        view = make_view(FakeEngine(error=EngineDeadError("out of luck")))
+        return [data async for data in view.events(0.1)]
+
+    (data,) = asyncio.run(read())
+    assert b"out of luck" in data
+    assert b'"error"' in data
 
 
 def test_steps_are_noted_only_while_somebody_watches() -> None:

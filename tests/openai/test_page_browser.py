@@ -161,6 +161,8 @@ def test_chat_answers(smollm2: Server, open_page: Open) -> None:
     assert "Paris" in last_answer(page)
     page.get_by_role("button", name="Clear").click()
     expect(page.locator(".message")).to_have_count(0)
+    page.get_by_role("button", name="Bring the conversation back").click()
+    assert "Paris" in last_answer(page)
 
 
 def test_tokens_show_their_alternatives_on_hover_and_focus(
@@ -218,6 +220,7 @@ def test_an_alternative_can_be_taken(smollm2: Server, open_page: Open) -> None:
     assert (page.locator(".token").nth(2).get_attribute("aria-label") or "").startswith(chosen)
     assert after[2] != before[2]
     assert len(after) > 3
+    expect(page.locator(".token").nth(2)).to_be_focused()  # where the keyboard was
     page.get_by_role("button", name="Text", exact=True).click()
     assert last_answer(page).replace(" ", "").startswith("".join(after[:3]).replace(" ", ""))
 
@@ -286,6 +289,9 @@ def test_edit_again_and_delete(smollm2: Server, open_page: Open) -> None:
     page.get_by_role("button", name="Answer again").click()
     wait_for_answer(page)
     assert last_answer(page) == first  # greedy
+    page.get_by_role("button", name="Answer again").press("Enter")
+    expect(page.locator("#prompt")).to_be_focused()  # the button that had the focus is gone
+    wait_for_answer(page)
     question = page.locator(".message.user")
     question.hover()
     question.get_by_role("button", name="Edit").click()

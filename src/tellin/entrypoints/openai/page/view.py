@@ -196,7 +196,7 @@ class EngineView:
         self._has_statistics = manager is not None
         if manager is not None:
             manager.add(self._monitor)
-        self._asked: asyncio.Task[EngineCoreSnapshot] | None = None
+        self._asked: asyncio.Task[Core] | None = None
         self._asked_at = 0.0
 
     async def look(self, position: int = 0, max_age_s: float = 0.0) -> tuple[int, EngineEvent]:
@@ -206,21 +206,23 @@ class EngineView:
             EngineDeadError, EngineClosedError: there is no engine any more.
         """
         self._monitor.watch()
-        snapshot = await self._snapshot(max_age_s)
+        core = await self._ask(max_age_s)
         position, steps, first = self._monitor.since(position)
-        core = None if snapshot is None else _core(snapshot)
         return position, EngineEvent(
             time.monotonic(), core, self._has_statistics, self._monitor.totals, steps, first
         )
 
-    async def _snapshot(self, max_age_s: float) -> EngineCoreSnapshot | None:
-        """All who ask within ``max_age_s`` get the same one."""
+    async def _ask(self, max_age_s: float) -> Core | None:
+        """All who ask within ``max_age_s`` get the same answer."""
         task, now = self._asked, time.monotonic()
         if task is None or (task.done() and now - self._asked_at >= max_age_s):
-            task = asyncio.ensure_future(self._context.engine.get_snapshot())
+            task = asyncio.ensure_future(self._look_at_core())
             self._asked, self._asked_at = task, now
         await asyncio.wait((task,), timeout=PATIENCE_S)
         return task.result() if task.done() else None
+
+    async def _look_at_core(self) -> Core:
+        return _core(await self._context.engine.get_snapshot())
 
     async def events(self, interval_s: float) -> AsyncGenerator[bytes, None]:
         """Server-sent events until the client goes, the server ends, or the engine dies."""

@@ -20,6 +20,7 @@ export class Chat {
     this.onUnauthorized = onUnauthorized;
     this.model = "";
     this.messages = [];
+    this.cleared = [];
     this.views = new Map();
     this.showTokens = false;
     this.running = null;
@@ -61,6 +62,7 @@ export class Chat {
       if (event.key === "Escape" && this.running) this.stop();
     });
     byId("clear-button").addEventListener("click", () => this.clear());
+    byId("undo-button").addEventListener("click", () => this.#bringBack());
     byId("view-text").addEventListener("click", () => this.#show(false));
     byId("view-tokens").addEventListener("click", () => this.#show(true));
     byId("code-button").addEventListener("click", () => this.#openCode());
@@ -97,6 +99,8 @@ export class Chat {
   /** What depends on the conversation as a whole. */
   #refresh() {
     const isEmpty = this.messages.length === 0;
+    if (!isEmpty) this.cleared = [];
+    byId("undo-button").hidden = this.cleared.length === 0;
     byId("empty").hidden = !isEmpty;
     byId("clear-button").disabled = isEmpty;
     const hasTokens = this.messages.some((message) => message.tokens?.length);
@@ -124,8 +128,17 @@ export class Chat {
 
   clear() {
     this.stop();
+    this.cleared = [...this.messages];
     this.#truncate(0);
     announce("Conversation cleared");
+    this.prompt.focus();
+  }
+
+  /** Undo `clear`. */
+  #bringBack() {
+    for (const message of this.cleared) this.#add(message);
+    this.#refresh();
+    this.#follow(true);
     this.prompt.focus();
   }
 
@@ -144,8 +157,11 @@ export class Chat {
     return view;
   }
 
-  /** Forget all messages from this index on. */
+  /** Forget all messages from this index on. The keyboard's place is not lost with a button. */
   #truncate(length) {
+    const focused = document.activeElement;
+    const isLost = this.messages.slice(length).some((it) => this.views.get(it).element.contains(focused));
+    if (isLost && focused.matches(":focus-visible")) this.prompt.focus();
     for (const message of this.messages.splice(length)) {
       this.views.get(message).element.remove();
       this.views.delete(message);
@@ -156,7 +172,6 @@ export class Chat {
   #remove(message) {
     this.stop();
     this.#truncate(this.messages.indexOf(message));
-    this.prompt.focus();
   }
 
   #again(message) {

@@ -20,6 +20,7 @@ export class MessageView {
       role: "listbox",
       "aria-label": "Tokens of the answer with their probabilities",
       "aria-orientation": "horizontal",
+      "aria-live": "off",
       hidden: true,
     });
     this.tokens = new TokenView(this.tokenBox, (index, alternative) => actions.branch(message, index, alternative));

@@ -142,7 +142,10 @@ export class TokenView {
       element.setAttribute("tabindex", "0");
       this.current = index;
     }
-    card.show(element, this.tokens[index], (alternative) => this.onBranch(index, alternative));
+    card.show(element, this.tokens[index], (alternative, byKeyboard) => {
+      this.onBranch(index, alternative);
+      if (byKeyboard) this.element.children[index]?.focus({ preventScroll: true });
+    });
   }
 
   #choose(target) {
@@ -261,9 +264,10 @@ function cardRow(row, onBranch, close) {
     h("span", { class: "card-p", text: percent(row.p) }),
   ];
   if (row.chosen) return h("div", { class: "card-row chosen" }, ...content);
-  const pick = () => {
+  const pick = (event) => {
+    const byKeyboard = event.detail === 0;
     close();
-    onBranch(row);
+    onBranch(row, byKeyboard);
   };
   return h("button", { type: "button", class: "card-row", onclick: pick }, ...content);
 }
