@@ -79,18 +79,32 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
+def check_str(name: str, value: Any) -> str:
+    """Return ``value`` if it is a string.
+
+    Raises:
+        InvalidTypeError: it is anything else.
+    """
+    if not isinstance(value, str):
+        raise InvalidTypeError(
+            f"{name} must be a string, got {value!r} ({type(value).__name__})",
+            parameter=name,
+            value=value,
+        )
+    return value
+
+
 def check_str_list(name: str, value: Any) -> list[str]:
     """None, one string, or several non-empty strings, as a list."""
     if value is None:
         return []
-    items = [value] if isinstance(value, str) else value
-    if isinstance(items, bytes | Mapping) or not isinstance(items, Iterable):
+    result = [value] if isinstance(value, str) else _listed(value)
+    if result is None:
         raise InvalidTypeError(
             f"{name} must be a string or a list of strings, got {value!r}",
             parameter=name,
             value=value,
         )
-    result = list(items)
     for item in result:
         if not isinstance(item, str):
             raise InvalidTypeError(
@@ -109,8 +123,19 @@ def check_int_list(name: str, value: Any) -> list[int]:
     """None or several integers, as a list."""
     if value is None:
         return []
-    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+    items = _listed(value)
+    if items is None:
         raise InvalidTypeError(
             f"{name} must be a list of integers, got {value!r}", parameter=name, value=value
         )
-    return [check_int(name, item) for item in value]
+    return [check_int(name, item) for item in items]
+
+
+def _listed(value: Any) -> list[Any] | None:
+    """The items, or None if it has none that are meant as such."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
+        return None
+    try:
+        return list(value)
+    except TypeError:  # an array without dimensions calls itself iterable
+        return None

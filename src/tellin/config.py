@@ -77,6 +77,8 @@ class ModelConfig:
     """File or folder of the tokenizer; None = ``path``."""
     pooler_config: PoolerConfig | None = None
     """Set exactly when ``runner_type`` is ``pooling``."""
+    own_chat_template: str | None = None
+    """The user's template; None = the model's, of which it may have several."""
 
 
 @dataclass(frozen=True)

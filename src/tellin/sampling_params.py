@@ -29,6 +29,8 @@ GREEDY_EPS = 1e-5
 MIN_TEMPERATURE = 1e-2
 """Smaller non-zero temperatures are raised to this: dividing by less overflows float32 softmax."""
 MAX_N = 16384
+MAX_INT = 2**63 - 1
+"""Largest integer that can be sent to a core in another process."""
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 100.0
 
@@ -234,6 +236,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.all_stop_token_ids = set(self.all_stop_token_ids).union(self.stop_token_ids or ())
         if self.skip_reading_prefix_cache is None:
             self.skip_reading_prefix_cache = self.prompt_logprobs is not None
+        check_bool("skip_reading_prefix_cache", self.skip_reading_prefix_cache)
 
     def _check_scalars(self) -> None:
         self.n = check_int("n", self.n, 1, MAX_N)
@@ -251,7 +254,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             )
             self.temperature = MIN_TEMPERATURE
         self.top_p = check_float("top_p", self.top_p, 0, 1, open_low=True)
-        self.top_k = check_int("top_k", self.top_k, -1)
+        self.top_k = check_int("top_k", self.top_k, -1, MAX_INT)
         self.min_p = check_float("min_p", self.min_p, 0, 1)
         if self.seed is not None:
             # 64 bits are what the generator's key holds.
@@ -301,7 +304,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             if isinstance(value, bool):
                 value = 1 if value else None
             if value is not None:
-                value = check_int(name, value, -1)
+                value = check_int(name, value, -1, MAX_INT)
             setattr(self, name, value)
         if self.logprob_token_ids is not None:
             ids = check_int_list("logprob_token_ids", self.logprob_token_ids)
@@ -322,8 +325,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
 
     def _check_lengths(self) -> None:
         if self.max_tokens is not None:
-            self.max_tokens = check_int("max_tokens", self.max_tokens, 1)
-        self.min_tokens = check_int("min_tokens", self.min_tokens, 0)
+            self.max_tokens = check_int("max_tokens", self.max_tokens, 1, MAX_INT)
+        self.min_tokens = check_int("min_tokens", self.min_tokens, 0, MAX_INT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParameterError(
                 f"min_tokens must not exceed max_tokens ({self.max_tokens}), got {self.min_tokens}",
@@ -331,7 +334,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                 value=self.min_tokens,
             )
         if self.thinking_token_budget is not None:
-            budget = check_int("thinking_token_budget", self.thinking_token_budget, -1)
+            budget = check_int("thinking_token_budget", self.thinking_token_budget, -1, MAX_INT)
             self.thinking_token_budget = None if budget == -1 else budget
 
     def _check_objects(self) -> None:

@@ -53,6 +53,7 @@ def make_config(tokenizer: Tokenizer | None = None, **overrides: Any) -> EngineC
     }
     fields = set(ModelConfig.__dataclass_fields__)
     model |= {name: value for name, value in overrides.items() if name in fields}
+    model["own_chat_template"] = model.get("chat_template")
     parts: dict[str, Any] = {
         "model_config": ModelConfig(**model),
         "cache_config": CacheConfig(num_kv_blocks=33),

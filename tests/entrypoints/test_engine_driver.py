@@ -40,6 +40,25 @@ def test_a_request_aborted_behind_its_back_is_an_error(
     assert llm.generate("xy")[0].text == "xy"
 
 
+@pytest.mark.parametrize("request_ids", [["0"], ["1"], ["0", "1"]])
+def test_5_8_the_others_complete_with_on_error_return(
+    make_engine: EngineMaker, request_ids: list[str]
+) -> None:
+    llm = aborting_after(make_engine, request_ids)
+    outputs = llm.generate(["abcdefgh", "ijklmnop"], on_error="return")
+    assert [o.request_id for o in outputs] == ["0", "1"]
+    for output, prompt in zip(outputs, ["abcdefgh", "ijklmnop"], strict=True):
+        assert output.prompt == prompt
+        if output.request_id in request_ids:
+            assert isinstance(output.error, RequestFailedError)
+            assert "aborted through llm_engine" in str(output.error)
+            assert output.outputs[0].finish_reason == "abort"
+        else:
+            assert output.error is None
+            assert output.text == prompt
+    assert not llm.llm_engine.has_unfinished_requests()
+
+
 def test_a_stream_aborted_behind_its_back_is_an_error(make_engine: EngineMaker) -> None:
     llm = aborting_after(make_engine, ["0"])
     stream = llm.stream("abcdefgh")

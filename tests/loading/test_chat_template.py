@@ -152,6 +152,37 @@ def test_sandbox_holds(text: str) -> None:
     assert messages == [USER]
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "'x' * 10**10",
+        "10**10 * 'x'",
+        "[1] * 10**10",
+        "3 ** (10**10)",
+        "'%1000000000d' % 1",
+        "'%*d' % (1000000000, 1)",
+        "'%1000000000d' | format(1)",
+        "'{:>1000000000}'.format(1)",
+        "'x'.center(10**10)",
+        "'x'.ljust(width=10**10)",
+        "'x' | center(10**10)",
+        "'x' | indent(10**10)",
+    ],
+)
+def test_no_huge_value_is_made_of_small_ones(expression: str) -> None:
+    with pytest.raises(RequestError):
+        render("{{ " + expression + " }}")
+
+
+def test_usual_sizes_pass_the_guard() -> None:
+    text = "{{ 'a' * 3 }}{{ 2 * 3 }}{{ 7 % 3 }}{{ '%03d' % 7 }}{{ 'x'.center(3) }}{{ 2**10 }}"
+    text += "{{ '{:>3}'.format(1) }}{{ '%s' | format('q') }}{{ 'x' | center(3) }}"
+    assert render(text) == "aaa61007 x 1024  1q x "
+    text = "{{ messages[0].content.split('|')[0].lstrip() }}"
+    message = {"role": "user", "content": "at: 12345678* %12345678d|x"}
+    assert render(text, [message]) == "at: 12345678* %12345678d"
+
+
 def _render_or_nothing(text: str, messages: list[dict[str, Any]]) -> str:
     try:
         return render(text, messages)

@@ -27,6 +27,12 @@ from tellin.config import (
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
+from tellin.engine.arg_checks import (
+    check_arg_types,
+    check_chat_template,
+    check_generation_overrides,
+    check_logits_processors,
+)
 from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
 from tellin.protocol import EngineCoreReady
 from tellin.settings import Settings
@@ -64,6 +70,7 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
     from tellin.loading import open_metadata, resolve_model
 
     settings = settings or Settings.from_environ()
+    check_arg_types(args)
     if not str(args.model):
         raise InvalidParameterError(
             "model is missing: give a .gguf file, a model folder, or the name of a pulled model",
@@ -152,6 +159,7 @@ def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> Mode
         )
     pooler_config = _pooler_config(args, metadata) if runner_type == "pooling" else None
     max_model_len, auto_max_model_len = _max_model_len(args, metadata, pooler_config)
+    own_template = check_chat_template(args.chat_template)
     return ModelConfig(
         model=str(args.model),
         path=path,
@@ -171,9 +179,10 @@ def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> Mode
         auto_max_model_len=auto_max_model_len,
         eos_token_ids=metadata.eos_token_ids,
         bos_token_id=metadata.bos_token_id,
-        chat_template=_chat_template(args.chat_template) or metadata.chat_template,
+        chat_template=metadata.chat_template if own_template is None else own_template,
+        own_chat_template=own_template,
         generation_defaults=_generation_defaults(args, metadata),
-        logits_processors=tuple(args.logits_processors or ()),
+        logits_processors=check_logits_processors(args.logits_processors),
         activation_precision=args.activation_precision,
         backend=args.backend,
         tokenizer_path=None if args.tokenizer is None else Path(args.tokenizer),
@@ -222,6 +231,12 @@ def _max_model_len(
             longest = min(longest, pooler_config.max_seq_length)
         return longest, True
     wanted = check_int("max_model_len", args.max_model_len, 1)
+    if wanted == 1 and pooler_config is None:
+        raise InvalidParameterError(
+            "max_model_len must be at least 2, a token of prompt and one of output; got 1",
+            parameter="max_model_len",
+            value=1,
+        )
     if wanted > longest:
         raise InvalidParameterError(
             f"max_model_len={wanted} exceeds what the model was made for, {longest} tokens",
@@ -231,28 +246,10 @@ def _max_model_len(
     return wanted, False
 
 
-def _chat_template(given: str | None) -> str | None:
-    """Jinja text: given as such, or in a file. Text that cannot be a file name is a template."""
-    if given is None or "{" in given or "\n" in given:
-        return given
-    path = Path(given).expanduser()
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
-        raise InvalidParameterError(
-            f"chat_template={given!r} is neither a Jinja template nor a readable file: {exc}",
-            parameter="chat_template",
-            value=given,
-        ) from None
-
-
 def _generation_defaults(args: EngineArgs, metadata: ModelMetadata) -> dict[str, Any]:
     _check_choice("generation_config", args.generation_config, ("auto", "none", "vllm"))
-    defaults = dict(metadata.generation_defaults) if args.generation_config == "auto" else {}
-    overrides = dict(args.override_generation_config or {})
-    if "max_new_tokens" in overrides:
-        overrides["max_tokens"] = overrides.pop("max_new_tokens")
-    return defaults | overrides
+    defaults = metadata.generation_defaults if args.generation_config == "auto" else {}
+    return check_generation_overrides(args.override_generation_config, defaults)
 
 
 def _cache_config(args: EngineArgs, whole_prompts: bool) -> CacheConfig:
@@ -278,7 +275,9 @@ def _cache_config(args: EngineArgs, whole_prompts: bool) -> CacheConfig:
         enable_prefix_caching=args.enable_prefix_caching and not whole_prompts,
         prefix_caching_hash_algo=args.prefix_caching_hash_algo,
         enable_kv_cache_events=args.enable_kv_cache_events or args.kv_events_endpoint is not None,
-        kv_cache_metrics_sample=args.kv_cache_metrics_sample,
+        kv_cache_metrics_sample=check_float(
+            "kv_cache_metrics_sample", args.kv_cache_metrics_sample, 0, 1
+        ),
         kv_events_endpoint=args.kv_events_endpoint,
         kv_events_replay_endpoint=args.kv_events_replay_endpoint,
         kv_events_topic=args.kv_events_topic,

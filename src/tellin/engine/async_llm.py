@@ -22,6 +22,7 @@ import msgspec
 
 from tellin.config import EngineArgs, EngineConfig
 from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engine_tokenizer
+from tellin.engine.control_checks import check_level, check_request_ids
 from tellin.engine.core_client import AsyncCoreClient, EngineCoreClient
 from tellin.engine.input_processor import InputProcessor
 from tellin.engine.output_collector import RequestOutputCollector, is_finished
@@ -293,7 +294,7 @@ class AsyncLLM:
 
     async def abort(self, request_ids: str | Iterable[str], internal: bool = False) -> None:
         """End requests; their consumers get a final output with finish reason abort."""
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ids = check_request_ids(request_ids)
         stats = IterationStats(time.time()) if self.log_stats else None
         resolved, _ = self.output_processor.abort_requests(ids, internal, stats)
         await self.engine_core.abort_requests_async(resolved)
@@ -342,7 +343,7 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1, mode: str = "abort") -> None:
         """As `LLMEngine.sleep`."""
-        if level >= 1:
+        if check_level(level) >= 1:
             self.renderer.clear_mm_cache()
         self._is_paused = True
         await self.engine_core.call_utility_async("sleep", level, mode)

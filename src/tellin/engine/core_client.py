@@ -10,6 +10,7 @@ import importlib
 from typing import Any, Literal, Protocol, overload
 
 from tellin.config import EngineConfig
+from tellin.engine.control_checks import check_call
 from tellin.exceptions import EngineClosedError, InvalidParameterError
 from tellin.protocol import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 
@@ -154,6 +155,7 @@ class InprocClient:
             self._engine_core.abort_requests(request_ids)
 
     def call_utility(self, method: str, *args: Any) -> Any:
+        args = check_call(method, args)
         if method in ("sleep", "pause_scheduler") and "wait" in args:
             raise InvalidParameterError(
                 f"{method}(mode='wait') cannot work in process: nobody would run the steps it "

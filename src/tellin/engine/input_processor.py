@@ -8,13 +8,15 @@ never has to ask the shell anything.
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tellin.checks import check_int
+from tellin.checks import check_float, check_int
 from tellin.config import EngineConfig
+from tellin.engine.control_checks import check_lora_request, check_trace_headers
 from tellin.engine.param_checks import (
     check_contradictions,
     check_pooling_params,
@@ -26,6 +28,7 @@ from tellin.engine.prompts import (
     COMPLETION_TOKENIZE_PARAMS,
     MultiModalItems,
     RenderedPrompt,
+    check_rendered,
     is_rendered,
 )
 from tellin.engine.renderer import Renderer
@@ -94,7 +97,10 @@ class InputProcessor:
             )
         final_params = self._check_params(params, supported_tasks)
         self._check_lora(lora_request)
-        priority = check_int("priority", priority)
+        priority = check_int("priority", priority, -(2**63), 2**63 - 1)
+        headers = check_trace_headers(trace_headers)
+        if arrival_time is not None:
+            arrival_time = check_float("arrival_time", arrival_time, 0, math.inf)
         self._check_rank(data_parallel_rank)
         rendered = self.render(prompt, tokenization_kwargs)
         token_ids = rendered["prompt_token_ids"]
@@ -116,7 +122,7 @@ class InputProcessor:
             cache_salt=rendered.get("cache_salt"),
             data_parallel_rank=data_parallel_rank,
             priority=priority,
-            trace_headers=None if trace_headers is None else dict(trace_headers),
+            trace_headers=headers,
         )
 
     def adopt_core_request(
@@ -170,8 +176,7 @@ class InputProcessor:
                     "give them to render_cmpl or render_chat",
                     parameter="tokenization_kwargs",
                 )
-            rendered: RenderedPrompt = prompt
-            return rendered
+            return check_rendered(prompt)
         self._warn_once(
             "raw prompt",
             "raw prompts are deprecated here: render them first, with renderer.render_cmpl() or "
@@ -238,12 +243,7 @@ class InputProcessor:
     def _check_lora(self, lora_request: LoRARequest | None) -> None:
         if lora_request is None:
             return
-        if not isinstance(lora_request, LoRARequest):
-            raise InvalidTypeError(
-                f"lora_request must be a LoRARequest, got {type(lora_request).__name__}",
-                parameter="lora_request",
-                value=lora_request,
-            )
+        check_lora_request(lora_request)
         if self.config.lora_config is None:
             raise UnsupportedFeatureError(
                 f"LoRA adapter {lora_request.lora_name!r} was requested, but LoRA is disabled"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tellin.config import EngineArgs, EngineConfig
 from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engine_tokenizer
+from tellin.engine.control_checks import check_level, check_request_ids
 from tellin.engine.core_client import EngineCoreClient, SyncCoreClient
 from tellin.engine.input_processor import InputProcessor
 from tellin.engine.output_processor import Output, OutputProcessor
@@ -245,7 +246,7 @@ class LLMEngine:
         Returns:
             Final outputs, finish reason abort, with what was generated so far.
         """
-        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        ids = check_request_ids(request_ids)
         handles = [request_id for request_id in ids if isinstance(request_id, RequestHandle)]
         others = [request_id for request_id in ids if not isinstance(request_id, RequestHandle)]
         stats = self._new_iteration_stats()
@@ -341,7 +342,7 @@ class LLMEngine:
             mode: of live requests: abort (their last outputs come with the next `step`), wait
                 (only with the core in another process), keep.
         """
-        if level >= 1:
+        if check_level(level) >= 1:
             self.renderer.clear_mm_cache()
         self.engine_core.call_utility("sleep", level, mode)
         self.sleep_level = level

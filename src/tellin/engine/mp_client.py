@@ -36,6 +36,7 @@ from tellin.core.core_proc import (
     StartMessage,
     engine_identity,
 )
+from tellin.engine.control_checks import check_call
 from tellin.engine.core_process import CoreProcess
 from tellin.engine.output_bridge import OutputBridge
 from tellin.engine.remote_errors import error_from_name
@@ -278,6 +279,7 @@ class MPClient:
             self._resources.input_socket.send(message)
 
     def _call_utility(self, reply: Future[Any] | _Reply, method: str, args: Sequence[Any]) -> None:
+        args = check_call(method, tuple(args))
         call_id = uuid.uuid1().int >> 64
         self._resources.pending[call_id] = reply
         try:

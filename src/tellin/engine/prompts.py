@@ -6,12 +6,13 @@ turns it into a `RenderedPrompt`: token ids, ready to be admitted.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
-from tellin.checks import check_bool, check_int
+from tellin.checks import check_bool, check_float, check_int, check_str
 from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
 
 
@@ -71,8 +72,14 @@ class TokenizeParams:
         Raises:
             InvalidParameterError: an unknown name or a bad value.
         """
-        if not options:
+        if options is None:
             return self
+        if not isinstance(options, Mapping):
+            raise InvalidTypeError(
+                f"tokenization_kwargs must be a dict, got {options!r}",
+                parameter="tokenization_kwargs",
+                value=options,
+            )
         known = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
         for name in options:
             if name not in known:
@@ -106,8 +113,64 @@ CHAT_TOKENIZE_PARAMS = TokenizeParams(add_special_tokens=False)
 """The chat template writes special tokens itself."""
 
 
+_RAW_KEYS = frozenset(
+    {
+        "prompt",
+        "prompt_token_ids",
+        "cache_salt",
+        "prompt_embeds",
+        "multi_modal_data",
+        "multi_modal_uuids",
+        "mm_processor_kwargs",
+        "encoder_prompt",
+        "decoder_prompt",
+    }
+)
+
+
 def is_rendered(prompt: Any) -> bool:
     return isinstance(prompt, dict) and prompt.get("type") in ("token", "multimodal")
+
+
+def check_rendered(prompt: Mapping[str, Any]) -> RenderedPrompt:
+    """A rendered prompt that may have been written by hand, as a new one.
+
+    Raises:
+        InvalidTypeError, InvalidParameterError: naming what is wrong in it.
+    """
+    _check_keys(prompt, frozenset(RenderedPrompt.__annotations__), "a rendered prompt")
+    result = cast("RenderedPrompt", dict(prompt))
+    result["prompt_token_ids"] = check_token_ids(prompt.get("prompt_token_ids"))
+    _check_text(prompt.get("prompt"), prompt.get("cache_salt"))
+    arrival_time = prompt.get("arrival_time")
+    if arrival_time is not None:
+        check_float("arrival_time", arrival_time, 0, math.inf)
+    if not isinstance(prompt.get("mm_items") or {}, Mapping):
+        raise InvalidTypeError(
+            f"mm_items must be a dict of modalities, got {prompt['mm_items']!r:.80}",
+            parameter="mm_items",
+        )
+    return result
+
+
+def _check_keys(prompt: Mapping[str, Any], known: frozenset[str], what: str) -> None:
+    unknown = [key for key in prompt if key not in known]
+    if unknown:
+        raise InvalidParameterError(
+            f"unknown key {unknown[0]!r} in {what}; known are {', '.join(sorted(known))}",
+            parameter="prompt",
+            value=unknown[0],
+        )
+
+
+def _check_text(text: Any, salt: Any) -> None:
+    for name, value in (("prompt", text), ("cache_salt", salt)):
+        if value is not None:
+            check_str(name, value)
+    if salt == "":
+        raise InvalidParameterError(
+            "cache_salt must not be empty; leave it out instead", parameter="cache_salt", value=""
+        )
 
 
 def is_token_ids(prompt: Any) -> bool:
@@ -116,7 +179,13 @@ def is_token_ids(prompt: Any) -> bool:
 
 
 def _is_integer(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    if isinstance(value, bool):
+        return False
+    try:
+        operator.index(value)
+    except TypeError:  # all arrays have an __index__, which works for some
+        return False
+    return True
 
 
 def check_token_ids(ids: Any) -> list[int]:
@@ -185,15 +254,8 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
             f"got the keys {sorted(map(str, prompt))}",
             parameter="prompt",
         )
-    for name, value in (("prompt", text), ("cache_salt", salt)):
-        if value is not None and not isinstance(value, str):
-            raise InvalidTypeError(
-                f"{name} must be a string, got {type(value).__name__}", parameter=name, value=value
-            )
-    if salt == "":
-        raise InvalidParameterError(
-            "cache_salt must not be empty; leave it out instead", parameter="cache_salt", value=""
-        )
+    _check_text(text, salt)
+    _check_keys(prompt, _RAW_KEYS, "a prompt")
     return ParsedPrompt(text, None if ids is None else check_token_ids(ids), salt)
 
 

@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tellin.checks import check_bool, check_str
 from tellin.config import EngineConfig
+from tellin.engine.control_checks import check_mapping
 from tellin.engine.prompts import (
     CHAT_TOKENIZE_PARAMS,
     COMPLETION_TOKENIZE_PARAMS,
@@ -42,6 +44,8 @@ class ChatTokenizer(TokenizerLike, Protocol):
     def bos_token_id(self) -> int | None: ...
     @property
     def eos_token_id(self) -> int | None: ...
+    @property
+    def chat_templates(self) -> Mapping[str, str]: ...
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
     def apply_chat_template(
@@ -62,6 +66,18 @@ class MultiModalCache(Protocol):
     def take_stats(self) -> CacheStats: ...
 
 
+_TEMPLATE_ARGUMENTS = frozenset(
+    {
+        "self",
+        "messages",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tools",
+        "chat_template",
+    }
+)
+
+
 @dataclass(frozen=True)
 class ChatParams:
     """How to turn a conversation into a prompt."""
@@ -75,6 +91,38 @@ class ChatParams:
     chat_template_kwargs: Mapping[str, Any] | None = None
     content_format: str = "auto"
     """string = join text parts of a message; openai = hand parts to the template; auto = string."""
+
+    def __post_init__(self) -> None:
+        if self.chat_template is not None and not check_str("chat_template", self.chat_template):
+            raise InvalidParameterError(
+                "chat_template must not be empty; leave it out for the model's own",
+                parameter="chat_template",
+                value="",
+            )
+        check_bool("add_generation_prompt", self.add_generation_prompt)
+        check_bool("continue_final_message", self.continue_final_message)
+        if self.tools is not None and not (
+            isinstance(self.tools, list | tuple)
+            and all(isinstance(tool, Mapping) for tool in self.tools)
+        ):
+            raise InvalidTypeError(
+                f"tools must be a list of tool definitions (dicts), got {self.tools!r:.80}",
+                parameter="tools",
+                value=self.tools,
+            )
+        for name in check_mapping("chat_template_kwargs", self.chat_template_kwargs) or {}:
+            if name in _TEMPLATE_ARGUMENTS:
+                raise InvalidParameterError(
+                    f"chat_template_kwargs must not set {name!r}, which has its own place",
+                    parameter="chat_template_kwargs",
+                    value=name,
+                )
+        if self.content_format not in ("auto", "string", "openai"):
+            raise InvalidParameterError(
+                f"content_format must be auto, string or openai, got {self.content_format!r}",
+                parameter="content_format",
+                value=self.content_format,
+            )
 
 
 class Renderer:
@@ -320,9 +368,16 @@ class Renderer:
             add_generation_prompt=chat.add_generation_prompt,
             continue_final_message=chat.continue_final_message,
             tools=chat.tools,
-            chat_template=chat.chat_template or self.config.model_config.chat_template,
+            chat_template=chat.chat_template or self._default_template(),
             **(chat.chat_template_kwargs or {}),
         )
+
+    def _default_template(self) -> str | None:
+        """The user's template; None = the tokenizer's choice among its own, if it has some."""
+        model = self.config.model_config
+        if model.own_chat_template is not None or self.get_tokenizer().chat_templates:
+            return model.own_chat_template
+        return model.chat_template
 
     # ------------------------------------------------------------------ multimodal cache, end
 

@@ -17,6 +17,7 @@ from typing import Any
 from tellin.config import EngineConfig
 from tellin.core.core_loop import EngineCoreLoop
 from tellin.core.engine_core import EngineCore
+from tellin.engine.control_checks import check_call
 from tellin.engine.output_bridge import OutputBridge
 from tellin.engine.remote_errors import error_from_name
 from tellin.exceptions import EngineClosedError, EngineDeadError
@@ -106,6 +107,7 @@ class AsyncThreadClient:
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         self.check_alive()
+        args = check_call(method, args)
         call_id = next(self._call_ids)
         future: Future[Any] = Future()
         self._core_thread.pending[call_id] = future

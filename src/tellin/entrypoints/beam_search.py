@@ -10,10 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tellin.checks import check_int
 from tellin.engine.prompts import COMPLETION_TOKENIZE_PARAMS, RenderedPrompt, prompts_to_list
 from tellin.entrypoints.offline_runner import LoRAPerPrompt, RunOptions, one_per_prompt
 from tellin.entrypoints.progress import UseTqdm, rendering
-from tellin.exceptions import UnsupportedFeatureError
+from tellin.exceptions import InvalidTypeError, UnsupportedFeatureError
 from tellin.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from tellin.protocol import LoRARequest
 from tellin.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -49,6 +50,14 @@ def search_beams(
     concurrency_limit: int | None,
 ) -> list[BeamSearchOutput]:
     """See `LLM.beam_search`."""
+    if not isinstance(params, BeamSearchParams):
+        raise InvalidTypeError(
+            f"params must be BeamSearchParams, got {type(params).__name__}",
+            parameter="params",
+            value=params,
+        )
+    if concurrency_limit is not None:
+        concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
     if params.structured_outputs is not None:
         raise UnsupportedFeatureError("beam search does not support structured_outputs")
     prompt_list = prompts_to_list(prompts)

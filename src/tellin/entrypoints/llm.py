@@ -35,7 +35,7 @@ from tellin.entrypoints.offline_runner import (
 from tellin.entrypoints.output_stream import OutputStream
 from tellin.entrypoints.pooling import PoolingCalls
 from tellin.entrypoints.progress import UseTqdm
-from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
+from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
 from tellin.outputs import BeamSearchOutput, RequestOutput
 from tellin.protocol import LoRARequest
 from tellin.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -228,6 +228,16 @@ class LLM(PoolingCalls):
             render = self._chat_renderer(chat_params, tokenization_kwargs)
         else:
             render = self._completion_renderer(tokenization_kwargs)
+        for name, value, kind in (
+            ("sampling_params", sampling_params, SamplingParams),
+            ("chat_params", chat_params, ChatParams),
+        ):
+            if value is not None and not isinstance(value, kind):
+                raise InvalidTypeError(
+                    f"{name} must be {kind.__name__}, got {type(value).__name__}",
+                    parameter=name,
+                    value=value,
+                )
         params = (sampling_params or self.get_default_sampling_params()).clone()
         params.output_kind = RequestOutputKind.DELTA
         inbox = Inbox()
@@ -263,6 +273,12 @@ class LLM(PoolingCalls):
         Raises:
             InvalidParameterError: an output is not of ``output_type``.
         """
+        if output_type is not None and not isinstance(output_type, type):
+            raise InvalidTypeError(
+                f"output_type must be a class of outputs, got {output_type!r}",
+                parameter="output_type",
+                value=output_type,
+            )
         items, self._enqueued_items = self._enqueued_items, []
         inbox, self._enqueued = self._enqueued, Inbox()
         outputs = self._runner.collect(items, inbox, RunOptions(use_tqdm=use_tqdm))

@@ -13,18 +13,22 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.sandbox
 
 from tellin.exceptions import InvalidParameterError, RequestError
 
 _MAX_OUTPUT_CHARS = 64 << 20
 """More than any context holds; a template that loops over itself stops here."""
+_HUGE_WIDTH = re.compile(r"%[-+ #0.]*(\d{7}|\*)|:[^{}]*\d{7}")
+"""In a text to be formatted: a width of seven digits, or one that is given elsewhere."""
 _MARK = "\ue000end-of-final-message\ue001"
 _MARK_SPACE = "\u2003"
 """White space behind the mark that no template writes itself: it is gone if content was trimmed."""
@@ -155,6 +159,14 @@ def choose_template(
         InvalidParameterError: the model has no template and none was given.
     """
     if wanted is not None:
+        if wanted not in templates and "{" not in wanted:
+            names = ", ".join(sorted(templates)) or "none"
+            raise InvalidParameterError(
+                f"chat_template={wanted!r:.200} is no Jinja text, and not the name of one of the "
+                f"model's templates ({names})",
+                parameter="chat_template",
+                value=wanted,
+            )
         return templates.get(wanted, wanted)
     if has_tools and "tool_use" in templates:
         return templates["tool_use"]
@@ -186,12 +198,73 @@ def _mark_final_message(message: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, which also refuses to make a huge value of small ones in one go."""
+
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        if operator == "*":
+            for one, other in ((left, right), (right, left)):
+                if isinstance(one, str | bytes | list | tuple) and isinstance(other, int):
+                    _check_size(len(one) * other)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            _check_size(left.bit_length() * right)
+        elif operator == "%":
+            _check_format(left)
+        return super().call_binop(context, operator, left, right)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        if attribute in ("format", "format_map"):
+            _check_format(obj)
+        return super().getattr(obj, attribute)
+
+    def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(getattr(function, "__self__", None), str | bytes):
+            _check_widths(args, kwargs)
+        return super().call(context, function, *args, **kwargs)
+
+
+def _check_size(size: int) -> None:
+    if size > _MAX_OUTPUT_CHARS:
+        raise _TemplateRefusalError(f"a value of size {size} is too large")
+
+
+def _check_widths(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse to pad to a huge width."""
+    for value in (*args, *kwargs.values()):
+        _check_size(value if isinstance(value, int) else 0)
+
+
+def _check_format(text: Any) -> None:
+    if isinstance(text, str) and _HUGE_WIDTH.search(text):
+        raise _TemplateRefusalError(f"the width in {text!r:.80} is too large")
+
+
+def _format(text: Any, *args: Any, **kwargs: Any) -> str:
+    _check_format(text)
+    return jinja2.filters.do_format(text, *args, **kwargs)
+
+
+def _guard(filter_: Callable[..., Any]) -> Callable[..., Any]:
+    def guarded(value: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_widths(args, kwargs)
+        return filter_(value, *args, **kwargs)
+
+    return guarded
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _GenerationTag],
     )
+    for name in ("center", "indent"):
+        environment.filters[name] = _guard(environment.filters[name])
+    environment.filters["format"] = _format
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
