@@ -58,13 +58,13 @@ def step_cost(num_running: int, num_waiting: int, num_steps: int = 96) -> tuple[
 
 
 def test_cost_per_running_request() -> None:
-    """Issue: far below a token's time; the bound leaves room for slow and busy machines."""
+    """Far below a token's time; the bound leaves room for slow and busy machines."""
     best = min(step_cost(256, 10)[0] for _ in range(3))
     assert best / 256 < 6e-6
 
 
 def test_waiting_requests_cost_a_step_nothing() -> None:
-    """Issue: 10,000 waiting requests do not slow a step."""
+    """10,000 waiting requests do not slow a step."""
     few = min(step_cost(16, 10)[0] for _ in range(3))
     many = min(step_cost(16, 10_000)[0] for _ in range(3))
     assert many < 2 * few + 20e-6
@@ -124,7 +124,7 @@ def forget(driver: Driver) -> None:
 
 @pytest.mark.slow
 def test_memory_stays_flat() -> None:
-    """P35, issue: 20,000 requests with random aborts; RSS and object counts level off."""
+    """P35: 20,000 requests with random aborts; RSS and object counts level off."""
     sizes, objects = soak(20_000)
     assert max(sizes[3:]) < 1.02 * sizes[2] + 1.0
     assert max(objects[3:]) < 1.02 * objects[2] + 500

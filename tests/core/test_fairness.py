@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 from tellin.core.admission import MAX_OVERTAKEN
+from tellin.core.request import Request
+from tellin.core.scheduler import Scheduler
+from tellin.step_protocol import ModelRunnerOutput
 from tests.core.driver import Driver
+from tests.core.fakes import make_config, make_request
 from tests.core.test_scheduler import unlike
 
 
@@ -126,3 +132,44 @@ def test_never_idle_with_work_waiting() -> None:
         scheduled = driver.step()
         assert scheduled or not driver.scheduler.requests
     driver.check_idle()
+
+
+def test_a_prompt_of_30_000_tokens_stalls_nobody() -> None:
+    """Running decodes get a token in every step, beside one chunk; small ones start at once."""
+    config = make_config(
+        block_size=16,
+        num_kv_blocks=2200,
+        max_model_len=32_768,
+        max_num_batched_tokens=512,
+        max_num_seqs=16,
+    )
+    scheduler = Scheduler(config, 2200)
+    seeds = itertools.count()
+
+    def add(request_id: str, length: int, max_tokens: int) -> None:
+        seed = next(seeds)  # no two prompts share a prefix
+        wire = make_request(request_id, unlike(seed, length), max_tokens)
+        scheduler.add_request(Request.from_engine_core_request(wire, max_model_len=32_768))
+
+    def step() -> dict[str, int]:
+        output = scheduler.schedule()
+        ids = list(output.num_scheduled_tokens)
+        requests = [scheduler.requests[i] for i in ids]
+        sampled = [[5] if r.num_computed_tokens == r.num_tokens else [] for r in requests]
+        scheduler.update_from_output(output, ModelRunnerOutput(ids, sampled))
+        return output.num_scheduled_tokens
+
+    for i in range(3):
+        add(f"decode{i}", 8, 900)
+    step()
+    add("huge", 30_000, 4)
+    steps = 0
+    while "huge" in scheduler.requests:
+        if steps % 20 == 10:
+            add(f"small{steps}", 10, 3)
+        shares = step()
+        assert all(shares[f"decode{i}"] == 1 for i in range(3))
+        if steps % 20 == 10:
+            assert shares[f"small{steps}"] == 10
+        steps += 1
+    assert steps <= 30_000 / 500 + 8

@@ -255,7 +255,7 @@ def test_threads_made_later_have_the_usual_stack() -> None:
 
 @pytest.mark.parametrize("timeout", [0.05])
 def test_a_check_has_a_time_limit(timeout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point 4: whatever the compiler meets, admission is not held up; nor do threads pile up."""
+    """Whatever the compiler meets, admission is not held up; nor do threads pile up."""
     monkeypatch.setattr(grammar_validation, "CHECK_TIMEOUT_S", timeout)
     monkeypatch.setattr(grammar_validation, "_checks", threading.BoundedSemaphore(2))
     release = threading.Event()
@@ -295,7 +295,7 @@ def test_a_check_has_a_time_limit(timeout: float, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_catastrophic_constraints_are_bounded(params: dict[str, Any]) -> None:
-    """Point 4: each passes or is refused with a reason, in bounded time."""
+    """Each passes or is refused with a reason, in bounded time."""
     started = time.process_time()
     with contextlib.suppress(InvalidParameterError):
         check(**params)

@@ -293,7 +293,7 @@ def test_structural_tags_of_special_tokens(backend: GuidanceBackend) -> None:
 def test_huge_and_catastrophic_constraints_are_bounded(
     backend: GuidanceBackend, params: dict[str, Any]
 ) -> None:
-    """Issue: each is an error of its request or a bounded, valid result; never a hang."""
+    """Each is an error of its request or a bounded, valid result; never a hang."""
     grammar = grammar_of(backend, **params)
     for _ in range(60):
         mask = allowed(backend, grammar)

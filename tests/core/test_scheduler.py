@@ -390,7 +390,7 @@ def test_adapter_slots() -> None:
 
 
 def test_blocked_and_waiting_requests_cost_nothing() -> None:
-    """1.5.3 Wart, issue: a step costs the same with 10 and with 10,000 waiting.
+    """1.5.3 Wart: a step costs the same with 10 and with 10,000 waiting.
 
     Counted in looks at the line, not in seconds.
     """

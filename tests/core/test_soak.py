@@ -94,7 +94,7 @@ def make_engine(folder: Path, **kwargs: Any) -> LLMEngine:
 
 @pytest.mark.slow
 def test_memory_stays_flat_through_20_000_requests(tmp_path: Path) -> None:
-    """Point 7: after warm-up memory grows by less than 2 %."""
+    """After warm-up memory grows by less than 2 %."""
     engine = make_engine(tmp_path)
     try:
         sizes, objects, ends = soak(engine, 20_000, 1000)

@@ -268,7 +268,7 @@ def test_a_busy_engine_drafts_less() -> None:
 
 @pytest.mark.parametrize(("chance", "row_cost"), [(0.0, 0.4), (0.1, 0.8), (0.9, 0.1), (0.7, 0.3)])
 def test_never_much_slower_than_without(chance: float, row_cost: float) -> None:
-    """Issue: at least 0.95 x the speed of no speculation; and much faster where drafts are good."""
+    """At least 0.95 x the speed of no speculation; and much faster where drafts are good."""
     rng = random.Random(3)
     spec = SpecDecodeController(SpeculativeConfig("ngram", 5))
     request = a_request()
@@ -397,7 +397,7 @@ def drafted_seconds(
 
 @pytest.mark.parametrize(("chance", "draft_cost"), [(0.05, 0.5), (0.3, 0.4), (0.5, 1.0)])
 def test_a_draft_model_that_does_not_pay_is_given_up(chance: float, draft_cost: float) -> None:
-    """Point 5: at least 0.95 x the speed without it, what it has to read included."""
+    """At least 0.95 x the speed without it, what it has to read included."""
     with_drafts, without = drafted_seconds(chance, draft_cost, 40, 128)
     assert with_drafts < without / 0.95
 
