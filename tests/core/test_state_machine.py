@@ -1,6 +1,6 @@
 """E1, E4, E5, G1-G10: random sequences of everything a client can do, with a tiny pool.
 
-After every step the scheduler's invariants are recomputed (``check_invariants``) and the fake
+In every step and after it the scheduler's invariants are recomputed and the fake
 executor checks that each position reads the KV of the right token. At the end every request must
 have ended once, with what a lone run gives, and nothing may be left.
 """
@@ -9,13 +9,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from tellin.config import SpeculativeConfig
 from tellin.protocol import FinishReason
 from tests.core.driver import Driver
 from tests.core.fakes import lone_run
+from tests.core.test_fuzz import good_and_bad_drafts
 
 MAX_MODEL_LEN = 40
 PROMPT_IDS = st.integers(0, 3)
@@ -41,6 +50,7 @@ class EngineMachine(RuleBasedStateMachine):
         full_isl=st.booleans(),
         watermark=st.sampled_from([0.0, 0.1]),
         max_partial=st.sampled_from([0, 0, 1]),
+        drafting=st.sampled_from([None, None, "ngram", "draft_model"]),
     )
     def start(
         self,
@@ -53,8 +63,13 @@ class EngineMachine(RuleBasedStateMachine):
         full_isl: bool,
         watermark: float,
         max_partial: int,
+        drafting: str | None,
     ) -> None:
+        speculative = None
+        if drafting is not None and budget > 5:  # a draft model takes a token of each seat
+            speculative = SpeculativeConfig(drafting, 3, model="m", adaptive=caching)
         self.driver = Driver(
+            speculative_config=speculative,
             log_stats=True,
             policy=policy,
             num_kv_blocks=num_kv_blocks,
@@ -69,6 +84,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_partial_prefills=max_partial,
         )
         self.driver.scheduler.in_flight_prefixes.min_shared_tokens = 4
+        if speculative is not None:
+            self.driver.executor.draft = good_and_bad_drafts
+            self.driver.executor.model_time_s = 0.01
 
     @rule(
         prompt=st.lists(PROMPT_IDS, min_size=1, max_size=10),
@@ -193,10 +211,19 @@ class EngineMachine(RuleBasedStateMachine):
         driver.core.shutdown()
 
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=60,
+SETTINGS = settings(
+    max_examples=100,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+EngineMachine.TestCase.settings = SETTINGS
 TestEngine = EngineMachine.TestCase
+
+
+@pytest.mark.slow
+def test_engine_for_long() -> None:
+    """The same machine, 2,000 runs of up to 60 steps."""
+    run_state_machine_as_test(
+        EngineMachine, settings=settings(SETTINGS, max_examples=2000, stateful_step_count=60)
+    )
