@@ -470,3 +470,41 @@ def test_asynchronous_helper_raw_responses_and_retries(server: Server) -> None:
             assert {answer.choices[0].message.content for answer in answers} == {text}
 
     asyncio.run(main())
+
+
+# ---------------------------------------------------------------------- more parameters
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_are_the_only_ones(client: openai.OpenAI, mode: str) -> None:
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "now"}}]}
+    choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+    options: dict[str, Any] = {"tools": [WEATHER, NOW], "tool_choice": choice}
+    if mode == "required":
+        answer = ask(client, **options, max_tokens=300, parallel_tool_calls=False)
+        assert [c.function.name for c in answer.choices[0].message.tool_calls or ()] == ["now"]
+    else:  # the prompt shows no others
+        answer = ask(client, **options, max_tokens=1)
+        alone = ask(client, tools=[NOW], max_tokens=1)
+        assert answer.usage is not None
+        assert alone.usage is not None
+        assert answer.usage.prompt_tokens == alone.usage.prompt_tokens
+
+
+def test_repetition_detection_ends_with_its_reason(server: Server) -> None:
+    body = {
+        "messages": MESSAGES, "allowed_token_ids": [70], "max_tokens": 100,
+        "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 5},
+    }  # fmt: skip
+    reply = server.http.post("/v1/chat/completions", json=body).json()
+    assert reply["choices"][0]["stop_reason"] == "repetition"
+    assert reply["usage"]["completion_tokens"] < 100
+
+
+def test_documents_reach_the_template(serve: Any) -> None:
+    template = "{% for d in documents %}[{{ d.text }}]{% endfor %}{{ messages[0].content }}"
+    with serve("--chat-template", template) as running:
+        body = {"messages": [{"role": "user", "content": "Q"}], "max_tokens": 1,
+                "documents": [{"text": "A"}, {"text": "B"}], "return_token_ids": True}  # fmt: skip
+        ids = running.http.post("/v1/chat/completions", json=body).json()["prompt_token_ids"]
+        assert running.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "[A][B]Q"

@@ -12,6 +12,7 @@ from tests.openai.conftest import Server
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "not-a-type"}}}
 
 
@@ -83,7 +84,17 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"cache_salt": ""}, "cache_salt"),
     ({"priority": 1.5}, "priority"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
-    ({"audio": {}}, "audio"),
+    ({"audio": {}}, "audio is not supported: this server makes text only"),
+    ({"functions": []}, "functions is not supported: it is deprecated; use tools"),
+    ({"guided_json": {}}, "guided_json is not supported: use response_format"),
+    ({"use_beam_search": True}, "use_beam_search is not supported"),
+    ({"repetition_detection": {"max_pattern_size": 1, "min_pattern_size": 2}},
+     "repetition_detection"),
+    ({"thinking_token_budget": 5}, "thinking_token_budget"),
+    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "allowed_tools": {
+        "mode": "auto", "tools": [{"type": "function", "function": {"name": "g"}}]}}},
+     "tool_choice names 'g'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice"),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from tellin.engine.prompts import CHAT_TOKENIZE_PARAMS, RenderedPrompt, TokenizeParams
+from tellin.engine.prompts import RenderedPrompt, TokenizeParams
 from tellin.engine.renderer import ChatParams
 from tellin.entrypoints.openai.chat_choice import ChatChoiceWriter, ChoiceOptions
 from tellin.entrypoints.openai.errors import bad_request
@@ -194,7 +194,7 @@ class ChatService:
         return params, n
 
     async def _render(self, request: ChatCompletionRequest, plan: ToolPlan) -> RenderedPrompt:
-        tok_params = TokenizeParams(CHAT_TOKENIZE_PARAMS.add_special_tokens).with_options(
+        tok_params = TokenizeParams(request.add_special_tokens).with_options(
             {"truncate_prompt_tokens": request.truncate_prompt_tokens}
         )
         if (
@@ -223,6 +223,8 @@ class ChatService:
 
     def _template_kwargs(self, request: ChatCompletionRequest) -> dict[str, Any]:
         kwargs = check_template_kwargs(request.chat_template_kwargs)
+        if request.documents is not None:
+            kwargs = {"documents": request.documents, **kwargs}
         effort = request.reasoning_effort
         if effort is None:
             return kwargs

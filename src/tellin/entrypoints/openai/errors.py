@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tellin import exceptions
+from tellin.entrypoints.openai.requests import UNSUPPORTED
 
 RETRY_AFTER_S = 1
 """What an overloaded server asks clients to wait."""
@@ -105,6 +106,9 @@ def _from_validation(error: ValidationError) -> ApiError:
         return bad_request(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
     name = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
     if first["type"] == "extra_forbidden":
+        reason = UNSUPPORTED.get(name)
+        if reason is not None:
+            return bad_request(f"{name} is not supported: {reason}", name, "unsupported_parameter")
         message = f"unknown parameter {name!r}: this server does not have it; leave it out"
         return bad_request(message, name, "unknown_parameter")
     if first["type"] == "missing":

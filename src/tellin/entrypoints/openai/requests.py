@@ -22,6 +22,25 @@ PromptInput = (
 MAX_STOP_STRINGS = 64
 
 
+UNSUPPORTED = {
+    "audio": "this server makes text only",
+    "beam_width": "beam search is in Python only (LLM.beam_search)",
+    "function_call": "it is deprecated; use tool_choice",
+    "functions": "it is deprecated; use tools",
+    "guided_choice": "use structured_outputs with choice",
+    "guided_grammar": "use structured_outputs with grammar",
+    "guided_json": "use response_format, or structured_outputs with json",
+    "guided_regex": "use structured_outputs with regex",
+    "length_penalty": "beam search is in Python only (LLM.beam_search)",
+    "logits_processors": "a request cannot bring code; name processors when the engine starts",
+    "mm_processor_kwargs": "this server reads text only",
+    "prompt_embeds": "prompts are text or token ids",
+    "use_beam_search": "beam search is in Python only (LLM.beam_search)",
+    "web_search_options": "this server does not search",
+}
+"""Parameters of OpenAI's or vLLM's that are refused, and why or what to use instead."""
+
+
 class Body(BaseModel):
     """Base of all bodies."""
 
@@ -82,6 +101,14 @@ class StructuredOutputs(Body):
     whitespace_pattern: str | None = None
 
 
+class RepetitionDetection(Body):
+    """End an output that repeats a pattern of this many tokens this often."""
+
+    max_pattern_size: int
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
 class GenerationRequest(Ignored):
     """What chat and text completions share."""
 
@@ -119,6 +146,10 @@ class GenerationRequest(Ignored):
     """Shown in the answer's id and in the log; ids inside the engine are always unique."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    thinking_token_budget: int | None = None
+    repetition_detection: RepetitionDetection | None = None
+    vllm_xargs: dict[str, Any] | None = None
+    """For the engine's logits processors: ``SamplingParams.extra_args``."""
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
@@ -153,6 +184,29 @@ class NamedToolChoice(Body):
     function: NamedFunction
 
 
+class AllowedTool(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(min_length=1)]
+
+
+class AllowedToolChoice(Body):
+    """Some of the request's tools only."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[NamedToolChoice | AllowedToolChoice, Field(discriminator="type")]
+)
+
+
 class ChatCompletionRequest(GenerationRequest):
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
     max_tokens: int | None = None
@@ -160,7 +214,7 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
     modalities: list[Literal["text"]] | None = None
@@ -169,7 +223,11 @@ class ChatCompletionRequest(GenerationRequest):
     """A hint to OpenAI's service that changes speed only; without effect here."""
 
     add_generation_prompt: bool = True
+    add_special_tokens: bool = False
+    """On top of those that the template writes."""
     continue_final_message: bool = False
+    documents: list[dict[str, Any]] | None = None
+    """For templates that show documents."""
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool = True

@@ -37,6 +37,7 @@ SAMPLING_FIELDS = (
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
     "prompt_logprobs",
+    "thinking_token_budget",
 )
 """Names that mean the same in a request and in `SamplingParams`."""
 
@@ -68,6 +69,10 @@ def make_sampling_params(
             values[name] = value
     if max_tokens is not None:
         values["max_tokens"] = max_tokens
+    if request.repetition_detection is not None:
+        values["repetition_detection"] = request.repetition_detection.model_dump()
+    if request.vllm_xargs is not None:
+        values["extra_args"] = request.vllm_xargs
     values["logprobs"] = logprobs
     values["structured_outputs"] = constraint or _constraint(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY

@@ -14,7 +14,12 @@ from tellin.entrypoints.openai.chat_format import ChatFormat
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.parsers.base import ToolParser
 from tellin.entrypoints.openai.parsers.json_calls import ArrayParser, NamedCallParser
-from tellin.entrypoints.openai.requests import ChatCompletionRequest, NamedToolChoice, Tool
+from tellin.entrypoints.openai.requests import (
+    AllowedToolChoice,
+    ChatCompletionRequest,
+    NamedToolChoice,
+    Tool,
+)
 from tellin.sampling_params import StructuredOutputsParams
 
 
@@ -69,7 +74,8 @@ def plan_tools(request: ChatCompletionRequest, chat_format: ChatFormat) -> ToolP
             "to 'none' or leave one of them out",
             "response_format",
         )
-    choice = request.tool_choice
+    tools, choice = _allowed(tools, request.tool_choice)
+    names = tuple(tool.function.name for tool in tools)
     max_calls = 1 if request.parallel_tool_calls is False else None
     forced = isinstance(choice, NamedToolChoice) or choice == "required"
     if forced and request.structured_outputs is not None:
@@ -96,6 +102,18 @@ def plan_tools(request: ChatCompletionRequest, chat_format: ChatFormat) -> ToolP
         parser=chat_format.tool_parser,
         constraint=constraint,
     )
+
+
+def _allowed(tools: list[Tool], choice: Any) -> tuple[list[Tool], Any]:
+    """The tools that the choice leaves, and what is left of the choice."""
+    if not isinstance(choice, AllowedToolChoice):
+        return tools, choice
+    wanted = {tool.function.name for tool in choice.allowed_tools.tools}
+    unknown = sorted(wanted - {tool.function.name for tool in tools})
+    if unknown:
+        raise bad_request(f"tool_choice names {unknown[0]!r}, which is not among the tools",
+                          "tool_choice")  # fmt: skip
+    return [tool for tool in tools if tool.function.name in wanted], choice.allowed_tools.mode
 
 
 def calls_schema(tools: list[Tool], max_calls: int | None) -> dict[str, Any]:
