@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +15,32 @@ from tellin.config import EngineArgs
 
 MakeArgs = Callable[..., EngineArgs]
 
+PATIENCE_S = 60.0
+"""What may take a moment is waited for that long, for the sake of loaded machines."""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        time.sleep(0.01)
+
+
+async def wait_until_async(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never became true"
+        await asyncio.sleep(0.01)
+
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random-weight Llama of a few hundred kilobytes with a byte-level tokenizer."""
-    return write_llama(tmp_path_factory.mktemp("models") / "tiny.gguf", SIZES["tiny"], "q8_0")
+    """A random-weight Llama of a few hundred kilobytes with a byte-level tokenizer.
+
+    Its context is long, so that a request can outlast whatever a loaded machine does meanwhile.
+    """
+    shape = dataclasses.replace(SIZES["tiny"], max_position_embeddings=1 << 16)
+    return write_llama(tmp_path_factory.mktemp("models") / "tiny.gguf", shape, "q8_0")
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from tellin.exceptions import RequestError
 from tellin.metrics import Counter, Gauge, Histogram, Metric
 from tellin.outputs import RequestOutput
 from tellin.sampling_params import RequestOutputKind, SamplingParams
-from tests.processes.conftest import MakeArgs
+from tests.processes.conftest import MakeArgs, wait_until_async
 
 Run = Callable[[Any], tuple[list[RequestOutput], list[Metric]]]
 DELTA = RequestOutputKind.DELTA
@@ -29,8 +29,8 @@ WORK = {
     "one": params(8),
     "two": params(3),
     "three": params(6, n=3),
-    "running": params(1500),
-    "queued": params(1500),
+    "running": params(16_000),
+    "queued": params(16_000),
 }
 """With room for 5 sequences, ``queued`` comes last and waits; it and ``running`` are aborted."""
 
@@ -49,7 +49,7 @@ def run_sync(args: Any, multiprocess: bool) -> tuple[list[RequestOutput], list[M
         while engine.get_num_unfinished_requests() > 1:
             outputs += engine.step(timeout=20)
         outputs += engine.abort_request("running")
-        engine.step(timeout=0.3)
+        engine.step(timeout=0.3)  # what the core had sent is nobody's any more
         return outputs, engine.get_metrics()
 
 
@@ -74,7 +74,8 @@ def run_async(args: Any, multiprocess: bool) -> tuple[list[RequestOutput], list[
             await asyncio.gather(*tasks)
             await engine.abort("running")
             await running
-            await asyncio.sleep(0.3)
+            await wait_until_async(lambda: value(engine.get_metrics(), "num_requests_running") == 0)
+            await asyncio.sleep(0.3)  # what the core had sent is nobody's any more
             return engine.get_metrics()
 
     metrics = asyncio.run(work())
@@ -101,7 +102,11 @@ def value(metrics: list[Metric], name: str, **labels: str) -> float:
 @pytest.mark.parametrize("mode", RUNNERS)
 def test_p56_counters_add_up(mode: str, make_args: MakeArgs) -> None:
     args = make_args(
-        disable_log_stats=False, max_num_seqs=5, enable_prefix_caching=False, num_kv_blocks=512
+        disable_log_stats=False,
+        max_num_seqs=5,
+        enable_prefix_caching=False,
+        max_model_len=20_000,
+        num_kv_blocks=1300,
     )
     outputs, metrics = RUNNERS[mode](args)
     num_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
