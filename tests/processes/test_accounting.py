@@ -1,16 +1,21 @@
-"""P56: every request and token is counted exactly once, wherever the core runs."""
+"""P56: every request and token is counted exactly once, wherever the core runs.
+
+Completed, aborted, refused, and failed in the core: with and without tokens before the failure.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tellin.engine.async_llm import AsyncLLM
 from tellin.engine.llm_engine import LLMEngine
-from tellin.exceptions import RequestError
+from tellin.exceptions import RequestError, RequestFailedError
 from tellin.metrics import Counter, Gauge, Histogram, Metric
 from tellin.outputs import RequestOutput
 from tellin.sampling_params import RequestOutputKind, SamplingParams
@@ -34,6 +39,25 @@ WORK = {
 }
 """With room for 5 sequences, ``queued`` comes last and waits; it and ``running`` are aborted."""
 
+TOO_LONG = {"prompt_token_ids": [3] * 30_000}
+"""Refused by the core, if the shell lets it pass."""
+
+
+def fail_at_the_third(token_ids: list[int], logits: Any) -> Any:
+    if len(token_ids) == 2:
+        raise RuntimeError("broken processor")
+    return logits
+
+
+@contextmanager
+def lenient_shell() -> Iterator[None]:
+    """Checks of prompts are left to the core."""
+    with (
+        patch("tellin.engine.input_processor.check_prompt"),
+        patch("tellin.engine.input_processor.check_room"),
+    ):
+        yield
+
 
 def run_sync(args: Any, multiprocess: bool) -> tuple[list[RequestOutput], list[Metric]]:
     outputs: list[Any] = []
@@ -43,6 +67,12 @@ def run_sync(args: Any, multiprocess: bool) -> tuple[list[RequestOutput], list[M
             outputs += engine.step(timeout=20)
         for name in ("one", "three", "two", "queued"):
             engine.add_request(name, f"hello {name}", WORK[name])
+        if multiprocess:
+            with lenient_shell():
+                engine.add_request("failed", TOO_LONG, params(3))
+        else:
+            failing = params(8, logits_processors=[fail_at_the_third])
+            engine.add_request("failed", "hello failed", failing)
         with pytest.raises(RequestError):
             engine.add_request("refused", "", params(3))
         outputs += engine.abort_request("queued")
@@ -63,10 +93,18 @@ def run_async(args: Any, multiprocess: bool) -> tuple[list[RequestOutput], list[
                 async for output in engine.generate(f"hello {name}", WORK[name], name):
                     outputs.append(output)  # noqa: PERF401  (each as it comes)
 
+            async def fail() -> None:
+                with lenient_shell():
+                    _, collector = await engine.add_request("failed", TOO_LONG, params(3))
+                output = await collector.get()
+                assert isinstance(output, RequestOutput)
+                outputs.append(output)
+
             running = asyncio.create_task(consume("running"))
             while not outputs:
                 await asyncio.sleep(0.001)
             tasks = [asyncio.create_task(consume(n)) for n in ("one", "three", "two", "queued")]
+            tasks.append(asyncio.create_task(fail()))
             await asyncio.sleep(0)
             with pytest.raises(RequestError):
                 await anext(engine.generate("", params(3), "refused"))
@@ -110,23 +148,29 @@ def test_p56_counters_add_up(mode: str, make_args: MakeArgs) -> None:
     )
     outputs, metrics = RUNNERS[mode](args)
     num_tokens = sum(len(c.token_ids) for output in outputs for c in output.outputs)
-    ended = {"length": 5, "abort": 2, "stop": 0, "error": 0}
+    failed = [output for output in outputs if output.request_id == "failed"]
+    assert isinstance(failed[-1].error, RequestError | RequestFailedError)
+    ended = {"length": 5, "abort": 2, "stop": 0, "error": 1}
     for reason, count in ended.items():
         assert value(metrics, "request_success", finished_reason=reason) == count, reason
     assert value(metrics, "generation_tokens") == num_tokens, "what was handed out, no more"
     lengths = next(m for m in metrics if m.name == "tellin:request_generation_tokens")
     assert isinstance(lengths, Histogram)
-    assert (lengths.count, lengths.sum) == (7, num_tokens)
+    assert (lengths.count, lengths.sum) == (8, num_tokens)
+    sequences = {
+        (output.request_id, completion.index): len(output.prompt_token_ids or ())
+        for output in outputs
+        for completion in output.outputs
+        if completion.token_ids
+    }
     first_tokens = value(metrics, "time_to_first_token_seconds")
-    assert first_tokens == 6, "those that produced one: all but the queued"
-    prompts = {output.request_id: output.prompt_token_ids for output in outputs}
-    sizes = {name: len(prompts[name] or ()) for name in ("one", "two", "three", "running")}
-    assert value(metrics, "prompt_tokens") == sum(sizes.values()) + 2 * sizes["three"]
+    assert first_tokens == len(sequences) == (7 if mode == "in process" else 6)
+    assert value(metrics, "prompt_tokens") == sum(sequences.values())
     sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
     by_source = [value(metrics, "prompt_tokens_by_source", source=s) for s in sources]
     assert sum(by_source) == value(metrics, "prompt_tokens")
-    assert value(metrics, "request_params_n") == 5, "n = 3 is one request"
-    assert value(metrics, "e2e_request_latency_seconds") == 7
+    assert value(metrics, "request_params_n") == 6, "n = 3 is one request"
+    assert value(metrics, "e2e_request_latency_seconds") == 8
     inter_token = value(metrics, "inter_token_latency_seconds")
     assert inter_token == num_tokens - first_tokens
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

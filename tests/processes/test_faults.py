@@ -30,6 +30,7 @@ from tellin.exceptions import (
 )
 from tellin.sampling_params import RequestOutputKind, SamplingParams
 from tests.processes.conftest import PATIENCE_S, MakeArgs, wait_until, wait_until_async
+from tests.processes.test_accounting import value
 
 LONG = SamplingParams(
     temperature=0, max_tokens=16_000, ignore_eos=True, output_kind=RequestOutputKind.DELTA
@@ -341,8 +342,11 @@ def test_a_slow_reader_does_not_slow_the_others(make_args: MakeArgs) -> None:
 
 
 def test_a_thousand_concurrent_streams(make_args: MakeArgs) -> None:
+    """All get what they ask for; afterwards the gauges are at zero and every stream was counted."""
+
     async def main() -> None:
-        async with AsyncLLM.from_engine_args(make_args(), multiprocess_mode=False) as engine:
+        args = make_args(disable_log_stats=False)
+        async with AsyncLLM.from_engine_args(args, multiprocess_mode=False) as engine:
 
             async def one(i: int) -> list[int]:
                 outputs = [o async for o in engine.generate(f"hello {i % 10}", SHORT)]
@@ -351,5 +355,10 @@ def test_a_thousand_concurrent_streams(make_args: MakeArgs) -> None:
             results = await asyncio.gather(*(one(i) for i in range(1000)))
             assert all(r == results[i % 10] for i, r in enumerate(results))
             assert engine.output_processor.get_num_unfinished_requests() == 0
+            for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+                await wait_until_async(lambda name=gauge: value(engine.get_metrics(), name) == 0)
+            metrics = engine.get_metrics()
+            assert value(metrics, "request_success", finished_reason="length") == 1000
+            assert value(metrics, "generation_tokens") == 5000
 
     asyncio.run(main())
