@@ -76,7 +76,7 @@ class ModelConfig:
     tokenizer_path: Path | None = None
     """File or folder of the tokenizer; None = ``path``."""
     pooler_config: PoolerConfig | None = None
-    """Set exactly when ``runner_type`` is ``pooling``."""
+    """None = the engine does not pool. With ``runner_type`` ``generate`` it does both."""
     own_chat_template: str | None = None
     """The user's template; None = the model's, of which it may have several."""
 
@@ -244,7 +244,7 @@ class EngineArgs:
     served_model_name: str | None = None
     """Name of the model in metrics and in the API; None = ``model``."""
     runner: str = "auto"
-    """generate, pooling (embeddings, of any model), or auto: what the model is made for."""
+    """generate, pooling (embeddings, of any model), both, or auto: what the model is made for."""
     pooler_config: dict[str, Any] | PoolerConfig | None = None
     """How to pool, where the model's files say nothing or are to be overruled."""
     dtype: str = "auto"

@@ -258,3 +258,49 @@ def test_9_2_2_the_user_overrules_the_model(minilm: LLM, minilm_path: Path) -> N
             TEXTS[3], PoolingParams(use_activation=False), pooling_task="token_embed"
         )
         assert (vectors(llm, TEXTS[3])[0] == tokens.outputs.data[0]).all()
+
+
+# ---------------------------------------------------------------------- both
+
+
+BOTH: dict[str, Any] = {"runner": "both", "max_model_len": 512, "num_kv_blocks": 200}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}],
+    ids=["plain", "speculation"],
+)
+def test_b12_one_engine_generates_and_embeds(smollm2_path: Path, options: dict[str, Any]) -> None:
+    """The same bits as engines that do one of the two, and in batches with both kinds."""
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(smollm2_path, **BOTH | {"runner": "pooling"}) as llm:
+        expected_vectors = vectors(llm, TEXTS[:6])
+    with LLM(smollm2_path, **BOTH | {"runner": "generate"}) as llm:
+        expected_ids = [o.outputs[0].token_ids for o in llm.generate(TEXTS[:6], greedy)]
+    with LLM(smollm2_path, **BOTH, **options) as llm:
+        assert set(llm.supported_tasks) == {"generate", "embed"}
+        engine = llm.llm_engine
+        done: dict[str, Any] = {}
+        for i, text in enumerate(TEXTS[:6]):
+            prompt = engine.renderer.render_cmpl([text])[0]
+            engine.add_request(f"generate {i}", prompt, greedy)
+            # Steps between, so that vectors join running generations.
+            done |= {o.request_id: o for o in engine.step() if o.finished}
+            engine.add_request(f"embed {i}", prompt, EMBED)
+        while engine.has_unfinished_requests():
+            done |= {o.request_id: o for o in engine.step() if o.finished}
+        for i in range(6):
+            assert done[f"generate {i}"].outputs[0].token_ids == expected_ids[i]
+            assert (done[f"embed {i}"].outputs.data == expected_vectors[i]).all()
+        assert (vectors(llm, TEXTS[:6]) == expected_vectors).all()
+        assert [o.outputs[0].token_ids for o in llm.generate(TEXTS[:6], greedy)] == expected_ids
+        with pytest.raises(UnsupportedFeatureError, match="token_embed"):
+            llm.encode("x", pooling_task="token_embed")
+
+
+def test_b12_what_cannot_do_both_says_so(minilm_path: Path, smollm2_path: Path) -> None:
+    for path, pooler in ((minilm_path, None), (smollm2_path, {"pooling_type": "MEAN"})):
+        args = EngineArgs(model=path, runner="both", pooler_config=pooler)
+        with pytest.raises(UnsupportedFeatureError, match="runner='both'"):
+            create_engine_config(args)

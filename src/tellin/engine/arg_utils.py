@@ -128,7 +128,7 @@ def load_engine_tokenizer(config: EngineConfig) -> ChatTokenizer | None:
 
 
 def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> ModelConfig:
-    _check_choice("runner", args.runner, ("auto", "generate", "pooling"))
+    _check_choice("runner", args.runner, ("auto", "generate", "pooling", "both"))
     _check_choice("logprobs_mode", args.logprobs_mode, LOGPROBS_MODES)
     _check_choice(
         "activation_precision",
@@ -141,23 +141,29 @@ def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> Mode
             f"dtype={args.dtype!r} is not supported: weights are used as they are stored and "
             "activations are float32; leave dtype out"
         )
-    if args.runner == "generate" and metadata.is_encoder:
+    if args.runner in ("generate", "both") and metadata.is_encoder:
         raise UnsupportedFeatureError(
-            f"runner='generate' does not suit this model: {metadata.architecture!r} is an encoder, "
-            "made for 'pooling'"
+            f"runner={args.runner!r} does not suit this model: {metadata.architecture!r} is an "
+            "encoder, made for 'pooling'"
         )
-    runner_type = metadata.runner_type if args.runner == "auto" else args.runner
+    runner = metadata.runner_type if args.runner == "auto" else args.runner
+    runner_type = "generate" if runner == "both" else runner
     if runner_type == "pooling":
         for name in ("speculative_config", "logits_processors"):
             if getattr(args, name):
                 raise UnsupportedFeatureError(
                     f"{name} is for models that generate; this one pools (runner='pooling')"
                 )
-    elif args.pooler_config is not None:
+    elif args.pooler_config is not None and runner != "both":
         raise UnsupportedFeatureError(
             "pooler_config is for models that pool; this one generates: set runner='pooling'"
         )
-    pooler_config = _pooler_config(args, metadata) if runner_type == "pooling" else None
+    pooler_config = None if runner == "generate" else _pooler_config(args, metadata)
+    if runner == "both" and pooler_config is not None and pooler_config.pooling_type != "LAST":
+        raise UnsupportedFeatureError(
+            f"runner='both' pools the last token, and this model's pooling_type is "
+            f"{pooler_config.pooling_type}, which takes whole prompts; use runner='pooling'"
+        )
     max_model_len, auto_max_model_len = _max_model_len(args, metadata, pooler_config)
     own_template = check_chat_template(args.chat_template)
     return ModelConfig(

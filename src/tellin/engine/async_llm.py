@@ -163,7 +163,8 @@ class AsyncLLM:
         """
         self._check_alive()
         self._check_capacity(params.n if isinstance(params, SamplingParams) else 1)
-        rendered = self.input_processor.render(prompt, tokenization_kwargs)
+        pools = isinstance(params, PoolingParams)
+        rendered = self.input_processor.render(prompt, tokenization_kwargs, pools)
         request = self.input_processor.process_inputs(
             request_id,
             rendered,

@@ -26,6 +26,7 @@ from tellin.engine.param_checks import (
 )
 from tellin.engine.prompts import (
     COMPLETION_TOKENIZE_PARAMS,
+    POOLING_TOKENIZE_PARAMS,
     MultiModalItems,
     RenderedPrompt,
     check_rendered,
@@ -102,7 +103,8 @@ class InputProcessor:
         if arrival_time is not None:
             arrival_time = check_float("arrival_time", arrival_time, 0, math.inf)
         self._check_rank(data_parallel_rank)
-        rendered = self.render(prompt, tokenization_kwargs)
+        pools = isinstance(final_params, PoolingParams)
+        rendered = self.render(prompt, tokenization_kwargs, pools)
         token_ids = rendered["prompt_token_ids"]
         model = self.config.model_config
         check_prompt(token_ids, model.vocab_size, model.max_model_len)
@@ -166,7 +168,10 @@ class InputProcessor:
         return request
 
     def render(
-        self, prompt: Any, tokenization_kwargs: Mapping[str, Any] | None = None
+        self,
+        prompt: Any,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        pools: bool = False,
     ) -> RenderedPrompt:
         """The rendered form of a prompt. Raw prompts are accepted, with one warning per engine."""
         if is_rendered(prompt):
@@ -182,7 +187,8 @@ class InputProcessor:
             "raw prompts are deprecated here: render them first, with renderer.render_cmpl() or "
             "renderer.render_chat()",
         )
-        params = COMPLETION_TOKENIZE_PARAMS.with_options(tokenization_kwargs)
+        params = POOLING_TOKENIZE_PARAMS if pools else COMPLETION_TOKENIZE_PARAMS
+        params = params.with_options(tokenization_kwargs)
         return self.renderer.render_cmpl([prompt], params)[0]
 
     def assign_request_id(self, request: EngineCoreRequest) -> None:
@@ -233,7 +239,7 @@ class InputProcessor:
         if not tasks:
             raise UnsupportedFeatureError(
                 "this engine cannot pool (embed, classify): it was started to generate text; start "
-                "one with runner='pooling' for embeddings"
+                "one with runner='pooling' or 'both' for embeddings"
             )
         if pooling.task is None:
             pooling.task = next((t for t in DEFAULT_POOLING_TASKS if t in tasks), tasks[0])

@@ -191,7 +191,8 @@ class LLMEngine:
             tasks = self.get_supported_tasks()
             request = self.input_processor.adopt_core_request(request_id, prompt, tasks)
         else:
-            rendered = self.input_processor.render(prompt, tokenization_kwargs)
+            pools = isinstance(params, PoolingParams)
+            rendered = self.input_processor.render(prompt, tokenization_kwargs, pools)
             prompt_text = rendered.get("prompt")
             num_truncated = rendered.get("num_truncated_tokens", 0)
             request = self.input_processor.process_inputs(

@@ -65,6 +65,8 @@ class TokenizeParams:
     """Keep at most this many tokens; -1 = as many as the context holds (with one of output)."""
     truncation_side: str | None = None
     """Side that is cut off; None = left, or right where the prompt is pooled."""
+    pools: bool = False
+    """For an embedding: the context needs no room for output, special tokens are never cut."""
 
     def with_options(self, options: Mapping[str, Any] | None) -> TokenizeParams:
         """These, changed by what a caller gave as ``tokenization_kwargs``.
@@ -105,10 +107,11 @@ class TokenizeParams:
                 parameter="truncation_side",
                 value=side,
             )
-        return TokenizeParams(add_special, limit, side)
+        return TokenizeParams(add_special, limit, side, self.pools)
 
 
 COMPLETION_TOKENIZE_PARAMS = TokenizeParams()
+POOLING_TOKENIZE_PARAMS = TokenizeParams(pools=True)
 CHAT_TOKENIZE_PARAMS = TokenizeParams(add_special_tokens=False)
 """The chat template writes special tokens itself."""
 

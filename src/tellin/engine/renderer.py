@@ -200,7 +200,8 @@ class Renderer:
         ends: tuple[list[int], list[int]] = ([], [])
         if token_ids is None:
             token_ids = self._tokenize(parsed, params)
-            if limit is not None and len(token_ids) > limit and params.add_special_tokens:
+            is_cut = limit is not None and len(token_ids) > limit
+            if is_cut and params.pools and params.add_special_tokens:
                 ends = self._special_ends(parsed, token_ids)
         kept = self._truncate(token_ids, limit, params, ends)
         result = RenderedPrompt(
@@ -263,10 +264,13 @@ class Renderer:
         if limit is None:
             return None
         model = self.config.model_config
-        pools = model.runner_type == "pooling"
-        longest = model.max_model_len if pools else model.max_model_len - 1
+        longest = model.max_model_len if params.pools else model.max_model_len - 1
         if limit > longest:
-            less = "" if pools else f" (the context of {longest + 1} tokens less one for output)"
+            less = (
+                ""
+                if params.pools
+                else f" (the context of {longest + 1} tokens less one for output)"
+            )
             raise InvalidParameterError(
                 f"truncate_prompt_tokens must be at most {longest}{less}, got {limit}",
                 parameter="truncate_prompt_tokens",
@@ -282,8 +286,7 @@ class Renderer:
         An encoder's first token and its separator, or a decoder's end token, are part of what the
         model was trained on; a prompt to be continued has none at its end.
         """
-        if self.config.model_config.runner_type != "pooling" or parsed.text is None:
-            return [], []
+        assert parsed.text is not None
         plain = self.get_tokenizer().encode(parsed.text, add_special_tokens=False)
         num_special = len(token_ids) - len(plain)
         for start in range(num_special + 1):
@@ -310,8 +313,7 @@ class Renderer:
                 value=limit,
             )
         body = token_ids[len(first) : len(token_ids) - len(last)]
-        pools = self.config.model_config.runner_type == "pooling"
-        side = params.truncation_side or ("right" if pools else "left")
+        side = params.truncation_side or ("right" if params.pools else "left")
         return first + (body[-room:] if side == "left" else body[:room]) + last
 
     # ------------------------------------------------------------------ chat

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tellin.engine.prompts import COMPLETION_TOKENIZE_PARAMS, prompts_to_list
+from tellin.engine.prompts import POOLING_TOKENIZE_PARAMS, prompts_to_list
 from tellin.entrypoints.engine_controls import EngineControls
 from tellin.entrypoints.offline_runner import (
     LoRAPerPrompt,
@@ -26,7 +26,7 @@ from tellin.outputs import (
 )
 from tellin.sampling_params import PoolingParams
 
-NO_POOLING = "none: the engine was started to generate text, not with runner='pooling'"
+NO_POOLING = "none: it was started to generate text, not with runner='pooling' or 'both'"
 TASK_METHODS = {"embed": "embed()", "classify": "classify()", "score": "score()"}
 
 
@@ -66,7 +66,7 @@ class PoolingCalls(EngineControls):
             _with_task(item, pooling_task)
             for item in one_per_prompt("pooling_params", given, len(items))
         ]
-        tok_params = COMPLETION_TOKENIZE_PARAMS.with_options(tokenization_kwargs)
+        tok_params = POOLING_TOKENIZE_PARAMS.with_options(tokenization_kwargs)
         renderer = self.llm_engine.renderer
         return self._runner.run(
             items,
@@ -103,7 +103,7 @@ class PoolingCalls(EngineControls):
         if task is None:
             raise UnsupportedFeatureError(
                 f"score() needs a model that embeds; this one supports {', '.join(tasks)}"
-                + ("; start one with runner='pooling'" if "generate" in tasks else "")
+                + ("; start one with runner='pooling' or 'both'" if "generate" in tasks else "")
             )
         outputs = self.encode([*first, *second], pooling_task=task, **options)
         queries, documents = outputs[: len(first)], outputs[len(first) :]

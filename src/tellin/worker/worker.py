@@ -181,7 +181,12 @@ class Worker:
 
     def get_supported_tasks(self) -> tuple[str, ...]:
         """Tasks of the loaded model."""
-        return ("generate",) if self.runner.pooler is None else POOLING_TASKS
+        if self.runner.pooler is None:
+            return ("generate",)
+        if self.config.model_config.runner_type == "pooling":
+            return POOLING_TASKS
+        # Both: one row of logits is the price of a vector, so not one per token.
+        return ("generate", "embed")
 
     def check_health(self) -> None:
         """Raise `EngineError` if the worker cannot run. One that lives in this process can."""

@@ -43,7 +43,7 @@ class EmbeddingService:
         if "embed" not in tasks:
             raise bad_request(
                 f"the model {context.model_name!r} does not make embeddings; it supports: "
-                f"{', '.join(tasks)} (a server started with --set runner=pooling embeds)",
+                f"{', '.join(tasks)} (a server started with --set runner=both does both)",
                 "model",
                 "unsupported_model",
             )
@@ -51,7 +51,7 @@ class EmbeddingService:
         if len(inputs) > MAX_INPUTS:
             raise bad_request(f"input has {len(inputs)} items; at most {MAX_INPUTS}", "input")
         params = PoolingParams(task="embed", dimensions=request.dimensions)
-        tok_params = TokenizeParams(request.add_special_tokens).with_options(
+        tok_params = TokenizeParams(request.add_special_tokens, pools=True).with_options(
             {"truncate_prompt_tokens": request.truncate_prompt_tokens}
         )
         rendered = await context.engine.renderer.render_cmpl_async(inputs, tok_params)
