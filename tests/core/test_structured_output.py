@@ -73,9 +73,9 @@ class FakeBackend:
         self.grammars: list[CountingGrammar] = []
 
     def compile(self, params: StructuredOutputsParams) -> Callable[[], CountingGrammar]:
-        assert self.gate.wait(10)
+        assert self.gate.wait(120)
         if params.regex == "stuck":
-            self.stuck.wait(10)
+            self.stuck.wait(120)
         self.num_compiled += 1
         if params.regex == "bad":
             raise InvalidParameterError("unclosed group")
