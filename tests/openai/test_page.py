@@ -19,7 +19,7 @@ from tellin.entrypoints.openai.page.routes import SECURITY_HEADERS, page_paths
 from tellin.entrypoints.openai.page.view import EngineEvent, EngineView, StepMonitor, encode_runs
 from tellin.exceptions import EngineDeadError
 from tellin.metrics import IterationStats
-from tellin.protocol import CacheStats, EngineCoreSnapshot, SchedulerStats
+from tellin.protocol import CacheStats, EngineCoreReady, EngineCoreSnapshot, SchedulerStats
 from tests.openai.conftest import ENDLESS_TOKENS, SLOW, Serve, Server
 
 STATIC = resources.files("tellin.entrypoints.openai.page") / "static"
@@ -140,6 +140,14 @@ def test_state_of_an_idle_engine(server: Server) -> None:
     assert sum(named) == 1023
     assert blocks["num_used"] == blocks["num_shared"] == 0
     assert state["has_statistics"] is True
+    about = state["about"]
+    assert (about["model"], about["architecture"], about["max_model_len"]) == (
+        "tiny",
+        "llama",
+        2048,
+    )
+    assert about["num_threads"] == 1
+    assert about["isa"]
 
 
 def test_events_show_a_request_and_hold_no_text(server: Server) -> None:
@@ -270,6 +278,8 @@ class FakeEngine:
     """Answers after a while, or not at all, and counts how often it was asked."""
 
     logger_manager = None
+    engine_core = SimpleNamespace(ready=EngineCoreReady("1", 64, 5, 16, "float32"))
+    model_config = SimpleNamespace(architecture="fake", max_model_len=64)
 
     def __init__(self, delay_s: float = 0.0, error: Exception | None = None) -> None:
         self.delay_s = delay_s
@@ -285,7 +295,8 @@ class FakeEngine:
 
 
 def make_view(engine: FakeEngine) -> EngineView:
-    return EngineView(SimpleNamespace(engine=engine, is_draining=False))  # type: ignore[arg-type]
+    context = SimpleNamespace(engine=engine, is_draining=False, model_name="fake")
+    return EngineView(context)  # type: ignore[arg-type]
 
 
 def test_however_many_watch_the_core_is_asked_once() -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 from tests.openai.conftest import ENDLESS_TOKENS, Server
@@ -175,6 +176,23 @@ def test_edit_again_and_delete(smollm2: Server, open_page: Open) -> None:
     assert last_answer(page).startswith("My own words")
     page.locator(".message.assistant").get_by_role("button", name="Delete from here on").click()
     expect(page.locator(".message")).to_have_count(1)
+
+
+def test_copies_over_plain_http_from_another_machine(smollm2: Server, open_page: Open) -> None:
+    """Browsers keep their clipboard from pages that are neither local nor encrypted."""
+    url = smollm2.url.replace("127.0.0.1", "tellin.test")
+    page = open_page(replace(smollm2, url=url))
+    assert page.evaluate("isSecureContext") is False
+    page.get_by_role("button", name="Code").click()
+    page.locator("#code-copy").click()
+    expect(page.locator("#code-copy")).to_have_text("Copied")
+    page.keyboard.press("Escape")
+    page.locator("#prompt").focus()
+    page.keyboard.press("Control+V")
+    assert page.locator("#prompt").input_value().startswith(f"curl {url}/v1/chat/completions")
+    set_field(page, "Max tokens", "5")
+    say(page, "Hello")
+    wait_for_answer(page)
 
 
 def test_code_runs(smollm2: Server, open_page: Open) -> None:

@@ -14,6 +14,7 @@ def test_engine_view_follows_a_generation(slow: Server, open_page: Open) -> None
     say(page, "go on and on")
     page.get_by_role("link", name="Engine", exact=True).click()
     expect(page.get_by_role("heading", name="Engine")).to_be_visible()
+    expect(page.locator("#engine-about")).to_contain_text("llama · context")
     expect(page.locator("#tile-running")).to_have_text("1")
     row = page.locator("#request-rows tr")
     expect(row).to_have_count(1)

@@ -101,6 +101,18 @@ class Core(msgspec.Struct):
     requests: list[Request]
 
 
+class About(msgspec.Struct):
+    """What does not change while the server runs."""
+
+    model: str
+    architecture: str
+    max_model_len: int
+    dtype: str
+    isa: str
+    num_threads: int
+    version: str
+
+
 class EngineEvent(msgspec.Struct):
     """One look at the engine."""
 
@@ -114,6 +126,7 @@ class EngineEvent(msgspec.Struct):
     """Those since the last event, oldest first."""
     first_token_s: list[float]
     """Times to the first token since the last event, in seconds."""
+    about: About
 
 
 class StepMonitor(StatLoggerBase):
@@ -196,6 +209,7 @@ class EngineView:
         self._has_statistics = manager is not None
         if manager is not None:
             manager.add(self._monitor)
+        self._about = _about(context)
         self._asked: asyncio.Task[Core] | None = None
         self._asked_at = 0.0
 
@@ -209,7 +223,13 @@ class EngineView:
         core = await self._ask(max_age_s)
         position, steps, first = self._monitor.since(position)
         return position, EngineEvent(
-            time.monotonic(), core, self._has_statistics, self._monitor.totals, steps, first
+            time.monotonic(),
+            core,
+            self._has_statistics,
+            self._monitor.totals,
+            steps,
+            first,
+            self._about,
         )
 
     async def _ask(self, max_age_s: float) -> Core | None:
@@ -236,6 +256,19 @@ class EngineView:
                 return
             yield event(seen)
             await asyncio.sleep(max(0.0, start + interval_s - time.monotonic()))
+
+
+def _about(context: ServingContext) -> About:
+    ready, model = context.engine.engine_core.ready, context.engine.model_config
+    return About(
+        context.model_name,
+        model.architecture,
+        model.max_model_len,
+        ready.dtype,
+        ready.isa,
+        ready.num_threads,
+        ready.tellin_version,
+    )
 
 
 def _core(snapshot: EngineCoreSnapshot) -> Core:

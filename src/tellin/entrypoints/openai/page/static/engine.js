@@ -45,7 +45,10 @@ export class EngineView {
 
   #build() {
     this.section.append(
-      h("h1", { id: "engine-title", text: "Engine" }),
+      h("div", { class: "row spread wrap" },
+        h("h1", { id: "engine-title", text: "Engine" }),
+        h("p", { class: "muted", id: "engine-about" }),
+      ),
       h("p", { class: "sr", role: "status", id: "engine-note" }),
       h("p", { class: "notice fault", id: "engine-lost", hidden: true, text: "The server is not reached; what you see is old." }),
       h("dl", { class: "tiles" }, ...TILES.map(tile)),
@@ -94,6 +97,7 @@ export class EngineView {
   take(event) {
     const isNew = this.event === null;
     if (isNew) this.since = event.time;
+    byId("engine-about").textContent = describe(event.about);
     this.event = event;
     byId("engine-lost").hidden = true;
     for (const [number, endedAt, duration, model, prefill, decode, running, generated] of event.steps) {
@@ -294,6 +298,15 @@ function figure(id, caption, noteId) {
 function legendItem(name, label) {
   return h("li", {}, h("span", { class: `swatch ${name}`, "aria-hidden": "true" }), label, h("b", { id: `count-${name}` }));
 }
+
+const describe = (about) => [
+  about.model,
+  about.architecture,
+  `context ${about.max_model_len.toLocaleString("en")}`,
+  `${about.num_threads} ${about.num_threads === 1 ? "thread" : "threads"}`,
+  about.isa,
+  `tellin ${about.version}`,
+].filter(Boolean).join(" · ");
 
 const usage = (blocks) => {
   const used = blocks.num_used + blocks.num_shared;
