@@ -22,6 +22,7 @@ from tellin.exceptions import (
     RequestError,
     UnsupportedFeatureError,
 )
+from tests.models.adapters import base_weights, write_llama_folder
 
 DATA = Path(__file__).parents[1] / "data"
 TEXTS = [f"Sentence {i}: " + "the tide comes in and goes out. " * (i % 7) for i in range(24)]
@@ -221,6 +222,40 @@ def test_9_1_6_each_model_says_what_it_can_do(minilm: LLM, smollm2_path: Path) -
             llm.llm_engine.add_request("x", "x", EMBED)
 
 
+def test_token_embed_cannot_read_the_prefix_cache(decoder: LLM) -> None:
+    params = PoolingParams(skip_reading_prefix_cache=False)
+    with pytest.raises(InvalidParameterError, match="skip_reading_prefix_cache"):
+        decoder.encode("x", params, pooling_task="token_embed")
+    assert len(decoder.embed("x", pooling_params=params)) == 1
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama folder of random weights, without a tokenizer."""
+    return write_llama_folder(tmp_path_factory.mktemp("tiny") / "llama", base_weights())
+
+
+TINY: dict[str, Any] = {"skip_tokenizer_init": True, "max_model_len": 300, "num_threads": 1}
+PROMPTS = [
+    {"prompt_token_ids": [(i * 7 + j * 3) % 64 for j in range(30 + 41 * i)]} for i in range(6)
+]
+
+
+def test_token_embed_of_preempted_prompts(tiny: Path) -> None:
+    """A pool too small for all: prompts that are thrown out begin anew, without a trace."""
+    results = []
+    for options in (
+        {"num_kv_blocks": 200},
+        {"num_kv_blocks": 24, "max_num_batched_tokens": 64, "max_num_seqs": 8},
+    ):
+        with LLM(tiny, runner="pooling", enable_prefix_caching=False, **TINY, **options) as llm:
+            outputs = llm.encode(PROMPTS, pooling_task="token_embed")
+            results.append([output.outputs.data for output in outputs])
+    for free, tight, prompt in zip(*results, PROMPTS, strict=True):
+        assert len(free) == len(prompt["prompt_token_ids"])
+        assert (free == tight).all()
+
+
 def test_9_1_4_dimensions(minilm: LLM, minilm_path: Path) -> None:
     with pytest.raises(InvalidParameterError, match="matryoshka"):
         minilm.embed("x", pooling_params=PoolingParams(dimensions=64))
@@ -263,27 +298,23 @@ def test_9_2_2_the_user_overrules_the_model(minilm: LLM, minilm_path: Path) -> N
 # ---------------------------------------------------------------------- both
 
 
-BOTH: dict[str, Any] = {"runner": "both", "max_model_len": 512, "num_kv_blocks": 200}
-
-
 @pytest.mark.parametrize(
     "options",
     [{}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}],
     ids=["plain", "speculation"],
 )
-def test_b12_one_engine_generates_and_embeds(smollm2_path: Path, options: dict[str, Any]) -> None:
+def test_b12_one_engine_generates_and_embeds(tiny: Path, options: dict[str, Any]) -> None:
     """The same bits as engines that do one of the two, and in batches with both kinds."""
     greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    with LLM(smollm2_path, **BOTH | {"runner": "pooling"}) as llm:
-        expected_vectors = vectors(llm, TEXTS[:6])
-    with LLM(smollm2_path, **BOTH | {"runner": "generate"}) as llm:
-        expected_ids = [o.outputs[0].token_ids for o in llm.generate(TEXTS[:6], greedy)]
-    with LLM(smollm2_path, **BOTH, **options) as llm:
+    with LLM(tiny, runner="pooling", **TINY) as llm:
+        expected_vectors = vectors(llm, PROMPTS)
+    with LLM(tiny, runner="generate", **TINY) as llm:
+        expected_ids = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy)]
+    with LLM(tiny, runner="both", **TINY, **options) as llm:
         assert set(llm.supported_tasks) == {"generate", "embed"}
         engine = llm.llm_engine
         done: dict[str, Any] = {}
-        for i, text in enumerate(TEXTS[:6]):
-            prompt = engine.renderer.render_cmpl([text])[0]
+        for i, prompt in enumerate(engine.renderer.render_cmpl(PROMPTS)):
             engine.add_request(f"generate {i}", prompt, greedy)
             # Steps between, so that vectors join running generations.
             done |= {o.request_id: o for o in engine.step() if o.finished}
@@ -293,14 +324,14 @@ def test_b12_one_engine_generates_and_embeds(smollm2_path: Path, options: dict[s
         for i in range(6):
             assert done[f"generate {i}"].outputs[0].token_ids == expected_ids[i]
             assert (done[f"embed {i}"].outputs.data == expected_vectors[i]).all()
-        assert (vectors(llm, TEXTS[:6]) == expected_vectors).all()
-        assert [o.outputs[0].token_ids for o in llm.generate(TEXTS[:6], greedy)] == expected_ids
+        assert (vectors(llm, PROMPTS) == expected_vectors).all()
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy)] == expected_ids
         with pytest.raises(UnsupportedFeatureError, match="token_embed"):
-            llm.encode("x", pooling_task="token_embed")
+            llm.encode(PROMPTS[0], pooling_task="token_embed")
 
 
-def test_b12_what_cannot_do_both_says_so(minilm_path: Path, smollm2_path: Path) -> None:
-    for path, pooler in ((minilm_path, None), (smollm2_path, {"pooling_type": "MEAN"})):
+def test_b12_what_cannot_do_both_says_so(minilm_path: Path, tiny: Path) -> None:
+    for path, pooler in ((minilm_path, None), (tiny, {"pooling_type": "MEAN"})):
         args = EngineArgs(model=path, runner="both", pooler_config=pooler)
         with pytest.raises(UnsupportedFeatureError, match="runner='both'"):
             create_engine_config(args)

@@ -78,6 +78,29 @@ def test_9_4_2_chunks_are_kept_until_the_prompt_is_complete() -> None:
     assert not pooler._earlier
 
 
+def test_a_preempted_prompt_begins_anew() -> None:
+    pooler = Pooler(PoolerConfig("LAST"))
+    request = state(task="token_embed", use_activation=False)
+    first = pooler.rows(request, 0, 0, 2, 3)
+    assert first is not None
+    pooler.pool(first, STATES[:2])
+    again = pooler.rows(request, 0, 0, 3, 3)
+    assert again is not None
+    result = pooler.pool(again, STATES)
+    assert result is not None
+    assert result.tolist() == STATES.tolist()
+
+
+def test_rows_that_a_cache_has_swallowed_are_an_error() -> None:
+    pooler = Pooler(PoolerConfig("LAST"))
+    request = state(task="token_embed")
+    rows = pooler.rows(request, 0, 16, 3, 19)
+    assert rows is not None
+    assert pooler.pool(rows, STATES) is None
+    assert request.error is not None
+    assert "16 came from the prefix cache" in request.error
+
+
 def test_last_needs_nothing_of_a_chunk_before_the_last() -> None:
     pooler = Pooler(PoolerConfig("LAST"))
     assert pooler.rows(state(), 0, 0, 2, 3) is None

@@ -208,6 +208,13 @@ def check_pooling_params(
             parameter="dimensions",
             value=params.dimensions,
         )
+    if task == "token_embed" and params.skip_reading_prefix_cache is False:
+        raise InvalidParameterError(
+            "skip_reading_prefix_cache=False is not possible with token_embed, which needs the "
+            "hidden states of all tokens; leave it out",
+            parameter="skip_reading_prefix_cache",
+            value=False,
+        )
     if params.dimensions is not None:
         _check_dimensions(params.dimensions, model)
 

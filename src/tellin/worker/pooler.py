@@ -28,12 +28,14 @@ _TINY_NORM = 1e-12
 class PoolRows:
     """Rows of a step whose hidden states one request needs.
 
-    ``token_rows`` ``[n]`` are rows of the step; ``is_last``: the prompt ends with them.
+    ``token_rows`` ``[n]`` are rows of the step; ``num_prompt``: tokens of the prompt, which
+    ends with these rows if ``is_last``.
     """
 
     state: RequestState
     token_rows: Int32Array
     is_last: bool
+    num_prompt: int
 
 
 class Pooler:
@@ -58,10 +60,12 @@ class Pooler:
         if params.task not in TASKS:
             state.error = f"this model cannot do the pooling task {params.task!r}"
             return None
+        if computed == 0:  # also when it was preempted and begins anew
+            self.forget(state.req_id)
         is_last = computed + count >= num_prompt
         wanted = np.arange(first_row, first_row + count, dtype=np.int32)
         if params.task == "embed" and self.config.pooling_type == "LAST":
-            return PoolRows(state, wanted[-1:], True) if is_last else None
+            return PoolRows(state, wanted[-1:], True, num_prompt) if is_last else None
         is_whole = is_last and computed == 0
         if params.task == "embed" and not is_whole:
             state.error = (
@@ -71,7 +75,7 @@ class Pooler:
             return None
         if params.task == "embed" and self.config.pooling_type == "CLS":
             wanted = wanted[:1]
-        return PoolRows(state, wanted, is_last)
+        return PoolRows(state, wanted, is_last, num_prompt)
 
     def pool(self, rows: PoolRows, hidden: Float32Array) -> Float32Array | None:
         """Take a request's hidden states of a step; its result if the prompt is complete.
@@ -90,6 +94,12 @@ class Pooler:
             if not rows.is_last:
                 return None
             pooled = np.concatenate(self._earlier.pop(state.req_id)).astype(np.float64)
+            if len(pooled) != rows.num_prompt:
+                state.error = (
+                    f"token_embed needs all {rows.num_prompt} tokens of the prompt, but "
+                    f"{rows.num_prompt - len(pooled)} came from the prefix cache"
+                )
+                return None
         elif self.config.pooling_type == "MEAN":
             pooled = hidden.sum(axis=0, dtype=np.float64) / len(hidden)
         else:

@@ -30,6 +30,7 @@ from tellin.worker.profiler import OperationProfile, ProfiledBackend
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
+    from tellin.models.plan.ir import Plan
     from tellin.protocol import LoRARequest
     from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 
@@ -84,12 +85,22 @@ class Worker:
         if cache.memory_utilization is None:
             return memory.available // 2
         wanted = int(memory.total * cache.memory_utilization) - resident_bytes()
+        wanted -= self._lora_bytes()
         if wanted <= 0:
             raise OutOfMemoryError(
                 f"memory_utilization is {cache.memory_utilization:g} of {memory.total} bytes, "
                 f"which the weights alone exceed ({resident_bytes()} bytes in use); raise it"
             )
         return min(wanted, memory.available)
+
+    def _lora_bytes(self) -> int:
+        """What adapters may take: each is there as it was read, and in its slot if it is used."""
+        config = self.config.lora_config
+        if config is None:
+            return 0
+        plan: Plan = self.runner.backend.plan  # type: ignore[attr-defined]
+        widths = sum(num_in + num_out for num_in, num_out in plan.lora_sites.values())
+        return 4 * config.max_lora_rank * widths * (config.max_loras + config.max_cpu_loras)
 
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Make the pool. Its memory is touched only as it is used."""
