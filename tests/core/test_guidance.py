@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tellin.core import structured_output_guidance
 from tellin.core.structured_output_guidance import GuidanceBackend, GuidanceGrammar
 from tellin.sampling_params import StructuredOutputsParams
 from tests.core.fakes import make_config
@@ -304,6 +305,23 @@ def test_huge_and_catastrophic_constraints_are_bounded(
         assert grammar.accept_tokens([token_id])
         if token_id == EOS_ID:
             return
+
+
+def test_a_grammar_that_is_too_slow_is_broken_off(
+    backend: GuidanceBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing it takes longer with each id; the requests beside it must not wait for it."""
+    monkeypatch.setattr(structured_output_guidance, "MAX_SECONDS", 0.02)
+    monkeypatch.setattr(structured_output_guidance, "MAX_SECONDS_PER_TOKEN", 0.0002)
+    slow = grammar_of(backend, grammar='start: s\ns: s s s | s s | "a"')
+    quick = grammar_of(backend, grammar='start: "a"+')
+    for _ in range(100):
+        for grammar in (slow, quick):
+            if not grammar.error():
+                assert ord("a") in allowed(backend, grammar)
+                grammar.accept_tokens([ord("a")])
+    assert "takes too long" in slow.error()
+    assert quick.error() == ""
 
 
 def test_masks_in_parallel_are_the_same(backend: GuidanceBackend) -> None:

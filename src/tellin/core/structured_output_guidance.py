@@ -8,6 +8,7 @@ exceptions; every call here looks at them, because a matcher in error allows the
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,13 @@ Bitmask = npt.NDArray[np.int32]
 """``[rows, ceil(vocab_size / 32)]``, least significant bit first, 1 = allowed."""
 
 MAX_PIECE_BYTES = 64
+
+MAX_SECONDS = 1.0
+"""Processor time that a request's grammar may take in all before it is looked at how fast it is."""
+
+MAX_SECONDS_PER_TOKEN = 0.01
+"""From then on it may take so much per token, or it is broken off: the work of a very ambiguous
+grammar grows with the square of the text, and the requests beside it wait."""
 
 MIN_PARALLEL_ROWS = 16
 """Fewer masks are computed one after the other: handing them out costs more."""
@@ -120,6 +128,8 @@ class GuidanceGrammar:
         self._eos_ids = eos_ids
         self._error = ""
         self._ended = False
+        self._seconds = 0.0
+        self._num_tokens = 0
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """Advance; False when an id is refused. The end of the sequence may only come last."""
@@ -129,7 +139,9 @@ class GuidanceGrammar:
             ids.pop()  # a matcher that is complete does not take it
         num_accepted = 0
         if ids and not self._ended:
+            started = time.thread_time()
             num_accepted = self.matcher.try_consume_tokens(ids)
+            self._charge(started, len(ids))
         if num_accepted == len(ids) and not (ends and not self._may_end()):
             self._ended = self._ended or ends
             return True
@@ -153,7 +165,19 @@ class GuidanceGrammar:
     def fill_bitmask(self, bitmask: Bitmask, row: int) -> None:
         """Write the mask of the next id; look at `error` afterwards."""
         target = bitmask[row]
+        started = time.thread_time()
         self.matcher.unsafe_compute_mask_ptr(target.ctypes.data, target.nbytes)
+        self._charge(started, 0)
+
+    def _charge(self, started: float, num_tokens: int) -> None:
+        """Count what a call took; too much in all is an error of the grammar."""
+        self._seconds += time.thread_time() - started
+        self._num_tokens += num_tokens
+        if self._seconds > MAX_SECONDS + MAX_SECONDS_PER_TOKEN * self._num_tokens:
+            self._error = self._error or (
+                f"it takes too long: {self._seconds:.2f} s for {self._num_tokens} tokens; make the "
+                "grammar less ambiguous"
+            )
 
     def is_terminated(self) -> bool:
         """Whether only the end of the sequence may follow, or has come."""
