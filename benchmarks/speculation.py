@@ -27,7 +27,7 @@ from benchmarks.report import aligned
 METHODS = ("ngram", "suffix", "quantised draft", "poor draft")
 WORKLOADS = ("free", "chat", "quote", "copy")
 TARGETS = {"free": 0.95, "chat": 0.95, "quote": 0.95, "copy": 1.7}
-"""Least ratio that each workload should reach."""
+"""Least ratio that each workload should reach; with a poor draft model 0.95 everywhere."""
 TEXT = Path(__file__).parent / "data" / "fidelity.txt"
 STORIES = (
     "a lighthouse keeper who finds a letter",
@@ -167,7 +167,7 @@ def _compare(
         "on_tokens_per_s": statistics.median(rates["on"]),
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "target": TARGETS[workload],
+        "target": 0.95 if method == "poor draft" else TARGETS[workload],
         "num_drafts": drafts,
         "num_draft_tokens": drafted,
         "acceptance_rate": accepted / drafted if drafted else 0.0,
