@@ -213,6 +213,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     skip_reading_prefix_cache: bool | None = None
     """None = True exactly if prompt logprobs are wanted."""
     logits_processors: list[Callable[..., Any]] | None = None
+    stop_outside: tuple[str, str] | None = None
+    """Texts around a part at the beginning in which ``stop`` does not count, such as
+    ``("<think>", "</think>")``; with an empty first text the output begins inside."""
     # Filled in by the input processor, on a clone:
     eos_token_id: int | None = None
     all_stop_token_ids: set[int] = msgspec.field(default_factory=set)
@@ -363,6 +366,16 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
                     parameter=name,
                     value=value,
                 )
+        if self.stop_outside is not None:
+            around = self.stop_outside
+            is_pair = isinstance(around, list | tuple) and len(around) == 2
+            if not is_pair or not all(isinstance(text, str) for text in around) or not around[1]:
+                raise InvalidParameterError(
+                    f"stop_outside must be two texts, the second not empty, got {around!r}",
+                    parameter="stop_outside",
+                    value=around,
+                )
+            self.stop_outside = (around[0], around[1])
         if self.extra_args is not None and not isinstance(self.extra_args, dict):
             raise InvalidTypeError(
                 f"extra_args must be a dict, got {type(self.extra_args).__name__}",

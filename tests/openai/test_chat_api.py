@@ -508,3 +508,35 @@ def test_documents_reach_the_template(serve: Any) -> None:
                 "documents": [{"text": "A"}, {"text": "B"}], "return_token_ids": True}  # fmt: skip
         ids = running.http.post("/v1/chat/completions", json=body).json()["prompt_token_ids"]
         assert running.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == "[A][B]Q"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("opened_by_prompt", [False, True])
+def test_p03_stop_strings_count_in_the_answer_only(
+    thinker: Server, stream: bool, opened_by_prompt: bool
+) -> None:
+    text = "a STOP b\n\nc</think>\n\nanswer STOP rest"
+    body: dict[str, Any] = {"stop": ["STOP", "\n\n"], "messages": MESSAGES, "max_tokens": 300}
+    if opened_by_prompt:
+        body["chat_template_kwargs"] = {"enable_thinking": True}
+    else:
+        text = "<think>" + text
+    body["structured_outputs"] = {"choice": [text]}
+    if stream:
+        chunks = strict_chunks(thinker, **body)
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        content = "".join(delta.get("content", "") for delta in deltas)
+        last = chunks[-1]["choices"][0]
+    else:
+        last = thinker.http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        thoughts, content = last["message"]["reasoning_content"], last["message"]["content"]
+    assert (thoughts.rstrip(), content) == ("a STOP b\n\nc", "answer ")
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", "STOP")
+
+
+def test_p03_without_thoughts_stop_strings_count_everywhere(server: Server) -> None:
+    body = {"messages": MESSAGES, "stop": ["STOP"], "max_tokens": 300,
+            "structured_outputs": {"choice": ["<think>a STOP b</think>answer"]}}  # fmt: skip
+    reply = server.http.post("/v1/chat/completions", json=body).json()
+    assert reply["choices"][0]["message"]["content"] == "<think>a "

@@ -11,7 +11,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
-from tellin.engine.stop_strings import StopMatcher
+from tellin.engine.stop_strings import StopMatcher, ThoughtGate
 from tellin.engine.token_table import MAX_TOKEN_ID, TokenTable
 from tellin.sampling_params import SamplingParams
 
@@ -166,6 +166,7 @@ class Detokenizer:
             stop=params.stop or (),
             include_stop=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
+            gate=ThoughtGate(*params.stop_outside) if params.stop_outside and params.stop else None,
         )
 
 
@@ -178,12 +179,14 @@ class TextDetokenizer(Detokenizer):
         stop: Sequence[str] = (),
         include_stop: bool = False,
         min_tokens: int = 0,
+        gate: ThoughtGate | None = None,
     ) -> None:
         super().__init__()
         self._stream = stream
         self._matcher = StopMatcher(list(stop)) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
+        self._gate = gate
         self._released: list[str] = []  # pieces; in delta mode those not handed out yet
         self._held = ""  # characters that may begin a stop string
 
@@ -205,7 +208,8 @@ class TextDetokenizer(Detokenizer):
         return None
 
     def finish(self) -> None:
-        self._released.append(self._held + self._stream.flush())
+        pending = self._gate.finish() if self._gate is not None else self._held
+        self._released.append(pending + self._stream.flush())
         self._held = ""
 
     def next_text(self, delta: bool) -> str:
@@ -215,6 +219,12 @@ class TextDetokenizer(Detokenizer):
 
     def _take(self, text: str) -> str | None:
         """Search ``text``, release what is safe. Returns the stop string found."""
+        if self._gate is not None:
+            shown, text = self._gate.split(text)
+            self._released.append(shown)
+            if not self._gate.is_open:
+                return None
+            self._gate = None
         matcher = self._matcher
         if matcher is None or matcher.may_skip(text):
             self._released.append(text)

@@ -61,3 +61,54 @@ def _failure_function(pattern: str) -> list[int]:
             border += 1
         failure[end + 1] = border
     return failure
+
+
+class ThoughtGate:
+    """Parts a model's thoughts, in which stop strings do not count, from the text behind them.
+
+    White space behind the thoughts belongs to them: most models put a blank line there.
+    """
+
+    def __init__(self, opening: str, closing: str) -> None:
+        """``opening``: with what the output has to begin; empty = it begins inside the thoughts."""
+        self._opening = opening
+        self._closing = closing
+        self._pending = ""  # may become the opening
+        self._tail = ""  # of the thoughts: may be the beginning of the closing
+        self._is_inside = not opening
+        self._is_behind = False
+        self.is_open = False
+        """Whether the thoughts have ended, or never were."""
+
+    def split(self, text: str) -> tuple[str, str]:
+        """What is to be shown unsearched, and what is to be searched; the rest waits."""
+        shown = ""
+        if not self._is_inside and not self._is_behind:
+            text, self._pending = self._pending + text, ""
+            begin = text.lstrip()
+            if self._opening.startswith(begin) and begin != self._opening:
+                self._pending = text
+                return "", ""
+            if not begin.startswith(self._opening):
+                self.is_open = True
+                return "", text
+            self._is_inside = True
+            shown = text[: len(text) - len(begin) + len(self._opening)]
+            text = text[len(shown) :]
+        if self._is_inside:
+            known = self._tail + text
+            end = known.find(self._closing)
+            if end < 0:
+                self._tail = known[max(len(known) - len(self._closing) + 1, 0) :]
+                return shown + text, ""
+            end += len(self._closing) - len(self._tail)
+            shown, text = shown + text[:end], text[end:]
+            self._is_inside, self._is_behind = False, True
+        rest = text.lstrip()
+        self.is_open = bool(rest)
+        return shown + text[: len(text) - len(rest)], rest
+
+    def finish(self) -> str:
+        """No more text will come: what still waits."""
+        pending, self._pending = self._pending, ""
+        return pending

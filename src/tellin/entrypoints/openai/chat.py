@@ -13,6 +13,7 @@ from tellin.entrypoints.openai.chat_choice import ChatChoiceWriter, ChoiceOption
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
 from tellin.entrypoints.openai.parsers.message import MessageParser
+from tellin.entrypoints.openai.parsers.reasoning import CLOSING, OPENING
 from tellin.entrypoints.openai.replies import ChatChunk, ChatCompletion
 from tellin.entrypoints.openai.requests import ChatCompletionRequest
 from tellin.entrypoints.openai.sampling import make_sampling_params, split_n
@@ -75,10 +76,7 @@ class PreparedChat:
             include_reasoning=request.include_reasoning,
             id_length=plan.id_length,
         )
-        # What a grammar forces comes at once, without thoughts.
-        is_forced = plan.is_forced or (
-            request.response_format is not None and request.response_format.type != "text"
-        )
+        is_forced = _is_forced(request, plan)
         self.choices = []
         for index in range(n):
             think = None
@@ -173,6 +171,7 @@ class ChatService:
         context.check_num_sequences(n)
         await context.check_constraint(params)
         prompt = await self._render(request, plan)
+        params.stop_outside = self._thought_marks(request, plan, prompt)
         jobs = make_jobs([prompt], params, n, context.adapters.get(request.model))
         return PreparedChat(context, request, prompt, jobs, plan, n)
 
@@ -192,6 +191,15 @@ class ChatService:
             **overrides,
         )
         return params, n
+
+    def _thought_marks(
+        self, request: ChatCompletionRequest, plan: ToolPlan, prompt: RenderedPrompt
+    ) -> tuple[str, str] | None:
+        """Stop strings count in what is visible, not in thoughts (where those are parted)."""
+        if not self.context.chat_format.thinks or _is_forced(request, plan):
+            return None
+        text = prompt.get("prompt") or ""
+        return ("" if text.rstrip().endswith(OPENING) else OPENING), CLOSING
 
     async def _render(self, request: ChatCompletionRequest, plan: ToolPlan) -> RenderedPrompt:
         tok_params = TokenizeParams(request.add_special_tokens).with_options(
@@ -238,6 +246,12 @@ class ChatService:
             "reasoning_effort",
             "unsupported_parameter",
         )
+
+
+def _is_forced(request: ChatCompletionRequest, plan: ToolPlan) -> bool:
+    """Whether a grammar forces the answer, which then comes at once, without thoughts."""
+    wanted = request.response_format
+    return plan.is_forced or (wanted is not None and wanted.type != "text")
 
 
 def check_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:
