@@ -31,12 +31,17 @@ using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Spans = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>, nb::c_contig>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
-using Matrix = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using LoraTuple = std::tuple<int, Matrix, Matrix>;  // site, A, B
-using PartTuple = std::tuple<int, int, int>;  // weight, bias, out
+using TensorTuple = std::tuple<int, Bytes, int64_t, int64_t>;  // type, bytes, rows, columns
+using LoraTuple = std::tuple<int, TensorTuple, TensorTuple>;   // site, A, B
+using PartTuple = std::tuple<int, int, int>;                   // weight, bias, out
 
 TensorView tensor_view(int type, const Bytes& data, int64_t rows, int64_t columns) {
   return {static_cast<QuantType>(type), data.data(), data.shape(0), rows, columns};
+}
+
+TensorView tensor_view(const TensorTuple& tensor) {
+  const auto& [type, data, rows, columns] = tensor;
+  return tensor_view(type, data, rows, columns);
 }
 
 Program::Part part(const PartTuple& ids) {
@@ -103,11 +108,7 @@ class BoundProgram {
 
   void set_adapter(int slot, const std::vector<LoraTuple>& weights) {
     std::vector<LoraWeights> list;
-    for (const auto& [site, a, b] : weights) {
-      if (a.shape(0) != b.shape(1)) throw std::invalid_argument("A has another rank than B");
-      list.push_back({site, a.data(), b.data(), static_cast<int64_t>(a.shape(0)),
-                      static_cast<int64_t>(a.shape(1)), static_cast<int64_t>(b.shape(0))});
-    }
+    for (const auto& [site, a, b] : weights) list.push_back({site, tensor_view(a), tensor_view(b)});
     const nb::gil_scoped_release release;
     const std::lock_guard<std::mutex> lock(mutex);
     program.set_adapter(slot, list);

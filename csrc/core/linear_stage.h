@@ -23,6 +23,8 @@ class LinearStage final : public Stage {
   LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x, ActPrecision precision,
               std::vector<LinearPart> parts);
 
+  const Buffer* input() const { return x_; }
+
   std::string kind() const override;
   int64_t prepare(const Pass& pass) noexcept override;
   void run(int64_t task, int member) noexcept override;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "linear_stage.h"
 #include "program_state.h"
 #include "require.h"
 
@@ -15,26 +16,30 @@ size_t aligned(size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-PackedMatrix layout_of(const LinearKernels& kernels, int64_t n, int64_t k) {
-  const size_t group_bytes = kernels.packed_group_bytes(QuantType::F32, k, ActPrecision::kFloat32);
-  require(group_bytes > 0, "no kernel for float32 matrices with rows of " + std::to_string(k) + " values");
-  return {QuantType::F32,
-          kernels.layout_id(QuantType::F32, ActPrecision::kFloat32),
-          n,
-          k,
-          (n + kGroupRows - 1) / kGroupRows,
-          group_bytes,
-          nullptr};
+PackedMatrix layout_of(const LinearKernels& kernels, const TensorView& tensor) {
+  check_tensor(tensor);
+  require(tensor.type == QuantType::F32 || tensor.type == QuantType::F16 || tensor.type == QuantType::BF16,
+          "the matrices of an adapter must be of a float type");
+  PackedMatrix matrix{};
+  matrix.source = tensor.type;
+  matrix.layout = kernels.layout_id(tensor.type, ActPrecision::kFloat32);
+  matrix.n = tensor.rows;
+  matrix.k = tensor.columns;
+  matrix.num_groups = (tensor.rows + kGroupRows - 1) / kGroupRows;
+  matrix.group_bytes = kernels.packed_group_bytes(tensor.type, tensor.columns, ActPrecision::kFloat32);
+  require(matrix.group_bytes > 0,
+          "no kernel for float matrices with rows of " + std::to_string(tensor.columns) + " values");
+  return matrix;
 }
 
 size_t bytes_of(const PackedMatrix& matrix) {
   return aligned(matrix.group_bytes * static_cast<size_t>(matrix.num_groups));
 }
 
-// Packs row-major float32 values to `target`; returns where the next matrix goes.
-uint8_t* pack(const LinearKernels& kernels, const float* values, PackedMatrix* matrix, uint8_t* target) {
-  kernels.pack_groups(QuantType::F32, ActPrecision::kFloat32, reinterpret_cast<const uint8_t*>(values),
-                      matrix->n, matrix->k, 0, matrix->num_groups, target);
+// Packs a matrix to `target`; returns where the next one goes.
+uint8_t* pack(const LinearKernels& kernels, const TensorView& tensor, PackedMatrix* matrix, uint8_t* target) {
+  kernels.pack_groups(tensor.type, ActPrecision::kFloat32, tensor.data, matrix->n, matrix->k, 0,
+                      matrix->num_groups, target);
   matrix->data = target;
   return target + bytes_of(*matrix);
 }
@@ -143,8 +148,16 @@ int Program::lora(int x, const std::vector<int>& outs, int64_t max_rank) {
                               /*huge_pages=*/false);
   }
   const std::vector<Buffer*> low(shared.begin(), shared.begin() + static_cast<int64_t>(outs.size()));
-  state_->stages.push_back(
-      {std::make_unique<LoraShrinkStage>(state_->kernels, &lora, &input, first_site, low), input.rows});
+  std::unique_ptr<Stage> shrink =
+      std::make_unique<LoraShrinkStage>(state_->kernels, &lora, &input, first_site, low);
+  auto* linear =
+      state_->stages.empty() ? nullptr : dynamic_cast<LinearStage*>(state_->stages.back().stage.get());
+  if (linear != nullptr && linear->input() == &input) {
+    std::unique_ptr<Stage>& last = state_->stages.back().stage;
+    last = std::make_unique<SideBySide>(std::move(last), std::move(shrink));
+  } else {
+    state_->stages.push_back({std::move(shrink), input.rows});
+  }
   for (const Buffer* target : targets) state_->wrote(*target);
   state_->stages.push_back(
       {std::make_unique<LoraExpandStage>(state_->kernels, &lora, first_site, low, std::move(targets)),
@@ -164,12 +177,14 @@ void Program::set_adapter(int slot, const std::vector<LoraWeights>& weights) {
     require(w.site >= 0 && w.site < static_cast<int>(lora.sites.size()),
             "lora site " + std::to_string(w.site) + " does not exist");
     const LoraState::Site& site = lora.sites[static_cast<size_t>(w.site)];
-    require(w.rank > 0 && w.rank <= site.max_rank,
-            "a rank of " + std::to_string(w.rank) + "; the largest is " + std::to_string(site.max_rank));
-    require(w.in == site.in && w.out == site.out, "the matrices do not fit their site");
+    const int64_t rank = w.a.rows;
+    require(rank > 0 && rank <= site.max_rank,
+            "a rank of " + std::to_string(rank) + "; the largest is " + std::to_string(site.max_rank));
+    require(w.a.columns == site.in && w.b.rows == site.out && w.b.columns == rank,
+            "the ranks or the shapes of the matrices do not fit their site");
     LoraMatrices& matrices = adapter->sites[static_cast<size_t>(w.site)];
-    matrices.a = layout_of(kernels, w.rank, w.in);
-    matrices.b = layout_of(kernels, w.out, w.rank);
+    matrices.a = layout_of(kernels, w.a);
+    matrices.b = layout_of(kernels, w.b);
     total += bytes_of(matrices.a) + bytes_of(matrices.b);
   }
   adapter->memory = MappedMemory(std::max(total, kAlignment), /*huge_pages=*/false);

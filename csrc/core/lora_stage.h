@@ -71,6 +71,29 @@ class LoraShrinkStage final : public Stage {
   const std::vector<LoraRows>* rows_ = nullptr;
 };
 
+// A stage with the tasks of two that do not touch what the other writes: one wait for both.
+class SideBySide final : public Stage {
+ public:
+  SideBySide(std::unique_ptr<Stage> main, std::unique_ptr<Stage> side)
+      : main_(std::move(main)), side_(std::move(side)) {}
+  std::string kind() const override { return main_->kind(); }
+  int64_t prepare(const Pass& pass) noexcept override {
+    num_main_ = main_->prepare(pass);
+    return num_main_ + side_->prepare(pass);
+  }
+  void run(int64_t task, int member) noexcept override {
+    if (task < num_main_) {
+      main_->run(task, member);
+    } else {
+      side_->run(task - num_main_, member);
+    }
+  }
+
+ private:
+  const std::unique_ptr<Stage> main_, side_;
+  int64_t num_main_ = 0;
+};
+
 // out += low B^T for every part.
 class LoraExpandStage final : public Stage {
  public:

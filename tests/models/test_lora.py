@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from tellin.kernels import _C
+from tellin.kernels.adapters import smallest_tensor
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
+from tellin.loading.dequantize import dequantize
+from tellin.loading.tensors import QuantType, TensorRef
 from tellin.models import build_plan
 from tellin.models.plan import ir
 from tellin.models.plan.listing import format_plan
@@ -147,6 +150,46 @@ def test_values_are_those_of_merged_weights(name: str) -> None:
         source = memory_source(CASES[name], arrays)
         own = ReferenceBackend(build_plan(source, max_model_len=MAX_MODEL_LEN.get(name)))
         np.testing.assert_allclose(logits, logits_of(own, ids), rtol=0, atol=2e-4)
+
+
+def rounded(array: np.ndarray, kind: str) -> np.ndarray:
+    if kind == "f16":
+        return array.astype(np.float16).astype(np.float32)
+    if kind == "bf16":
+        return (array.view(np.uint32) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+    return array
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "f16"])
+def test_matrices_keep_their_values_in_the_smallest_type(kind: str) -> None:
+    array = np.random.RandomState(1).standard_normal((5, 12)).astype(np.float32)
+    array[0, :4] = (0.0, -0.0, 1.0, 2.0**-14)
+    array = rounded(array, kind)
+    number, data, rows, columns = smallest_tensor(array)
+    quant_type = QuantType(number)
+    assert quant_type.name == kind.upper()
+    stored = dequantize(TensorRef("a", (rows, columns), quant_type, data))
+    np.testing.assert_array_equal(stored, array)
+
+
+def test_values_beyond_16_bits_stay_float32() -> None:
+    for value in (65536.0 * 1.001, 1e-8, 1 + 2**-12):
+        assert smallest_tensor(np.full((2, 2), value, np.float32))[0] == QuantType.F32
+
+
+@pytest.mark.parametrize("isa", _C.linear_variants())
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+def test_adapters_of_16_bits(kind: str, isa: str) -> None:
+    plan, ids = plan_of("llama", max_lora_rank=MAX_RANK), tiny_token_ids()
+    backends = [NativeBackend(plan, isa=isa, **FLOAT32), ReferenceBackend(plan)]
+    for backend in backends:
+        for slot, pairs in enumerate(adapters_of(plan)):
+            small = {k: (rounded(a, kind), rounded(b, kind)) for k, (a, b) in pairs.items()}
+            backend.set_adapter(slot, small)
+    native, reference = (run_prompts(b, [0, 1, -1, 2], [ids] * 4) for b in backends)
+    np.testing.assert_allclose(native, reference, rtol=0, atol=2e-4)
+    for slot, together in zip([0, 1, -1, 2], native, strict=True):
+        assert (run_prompts(backends[0], [slot], [ids])[0] == together).all()
 
 
 def test_gguf_order_of_rows_means_the_same(tmp_path: Any) -> None:
@@ -309,7 +352,7 @@ def test_bad_slots_and_matrices_are_refused() -> None:
     a, b = pairs["layers.0.mlp.up_proj"]
     with pytest.raises(ValueError, match="fit"):
         backend.set_adapter(0, {"layers.0.mlp.down_proj": (a, b)})
-    with pytest.raises(ValueError, match="rank"):
+    with pytest.raises(ValueError, match="ranks"):
         backend.set_adapter(0, {"layers.0.mlp.up_proj": (a[:2], b)})
     backend.set_adapter(0, pairs)
     run_prompts(backend, [0], [tiny_token_ids()])

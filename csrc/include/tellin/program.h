@@ -38,14 +38,6 @@ struct StepInput {
   const int32_t* adapter_slots = nullptr;  // [num_requests], -1 = no adapter; nullptr = no request has one
 };
 
-// A LoRA adapter's matrices for one linear layer, float32 and row-major: A [rank, in], B [out, rank].
-struct LoraWeights {
-  int site;
-  const float* a;
-  const float* b;
-  int64_t rank, in, out;
-};
-
 // A tensor as it lies in its file: rows of whole blocks. Must stay valid as long as the program for
 // embeddings and learned positions, until pack_weight() for the others.
 struct TensorView {
@@ -53,6 +45,12 @@ struct TensorView {
   const uint8_t* data;
   size_t num_bytes;
   int64_t rows, columns;
+};
+
+// A LoRA adapter's matrices for one linear layer, of a float type each: A [rank, in], B [out, rank].
+struct LoraWeights {
+  int site;
+  TensorView a, b;
 };
 
 // When a thread worked on a stage: from the start of its first task to the end of its last one.
@@ -99,8 +97,8 @@ class Program {
   void layer_norm(int x, int weight, int bias, int out, float eps);
   void linear(int x, const std::vector<Part>& parts, int residual);
   void gated_linear(int x, Part gate, Part up, int out, Activation act);
-  // out += (x A^T) B^T for each of `outs`, in rows of requests with an adapter. Returns the number of the first
-  // output's site; the others follow.
+  // out += (x A^T) B^T for each of `outs`, in rows of requests with an adapter. Returns the number of the
+  // first output's site; the others follow.
   int lora(int x, const std::vector<int>& outs, int64_t max_rank);
   void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved);
   void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,

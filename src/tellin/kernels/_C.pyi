@@ -73,7 +73,13 @@ class Program:
     def set_adapter(
         self,
         slot: int,
-        weights: Sequence[tuple[int, NDArray[np.float32], NDArray[np.float32]]],
+        weights: Sequence[
+            tuple[
+                int,
+                tuple[int, NDArray[np.uint8], int, int],
+                tuple[int, NDArray[np.uint8], int, int],
+            ]
+        ],
     ) -> None: ...
     def clear_adapter(self, slot: int) -> None: ...
     def init_kv_cache(self, num_blocks: int) -> None: ...

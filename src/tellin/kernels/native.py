@@ -24,6 +24,7 @@ from tellin.exceptions import (
     UnsupportedModelError,
 )
 from tellin.kernels import _C
+from tellin.kernels.adapters import smallest_tensor
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.cpu import default_num_threads
 from tellin.loading.tensors import TensorRef
@@ -154,6 +155,8 @@ class NativeBackend:
     ) -> None:
         """Load a LoRA adapter into a slot, in the place of what was there.
 
+        Matrices whose values are all 16-bit floats, as most are saved, take half of the memory.
+
         Args:
             weights: by site of `Plan.lora_sites` A ``[rank, in]`` and B ``[out, rank]``, scaled.
 
@@ -163,7 +166,11 @@ class NativeBackend:
         """
         try:
             self._live().set_adapter(
-                slot, [(self._lora_sites[site], a, b) for site, (a, b) in weights.items()]
+                slot,
+                [
+                    (self._lora_sites[site], smallest_tensor(a), smallest_tensor(b))
+                    for site, (a, b) in weights.items()
+                ],
             )
         except MemoryError as error:
             raise OutOfMemoryError("the LoRA adapter does not fit into memory") from error
