@@ -93,7 +93,7 @@ function codeBlock(fence, lines) {
     "figure",
     { class: "code" },
     h("figcaption", {}, h("span", { text: fence[2] || "text" }), copy),
-    h("pre", { tabindex: "0", "aria-label": `Code, ${fence[2] || "text"}` }, h("code", { text: code })),
+    h("pre", { tabindex: "0", role: "group", "aria-label": `Code, ${fence[2] || "text"}` }, h("code", { text: code })),
   );
 }
 

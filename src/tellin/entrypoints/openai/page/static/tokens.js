@@ -33,6 +33,13 @@ export function nameOf(token) {
   return token.text.replace(/[\n\t]/g, (c) => NAMES[c]).replace(/^ | $/g, NAMES[" "]);
 }
 
+/** The same for ears. */
+function spokenNameOf(token) {
+  if (token.text.trim() && !token.text.includes("\uFFFD")) return token.text.trim();
+  if (token.text.includes("\n")) return "line break";
+  return /^\s+$/.test(token.text) ? "space" : nameOf(token);
+}
+
 export function percent(p) {
   if (p >= 0.9995) return "100 %";
   if (p >= 0.1) return `${(p * 100).toFixed(0)} %`;
@@ -85,7 +92,7 @@ export class TokenView {
       role: "option",
       tabindex: index === 0 ? "0" : "-1",
       "aria-selected": "false",
-      "aria-label": `${name}, ${percent(token.p)}`,
+      "aria-label": `${spokenNameOf(token)}, ${percent(token.p)}`,
       dataset: { index },
       text: visible ? name : token.text,
     });
@@ -191,7 +198,7 @@ class Card {
       onfocusout: (event) => this.hideUnless(event.relatedTarget),
       onkeydown: (event) => this.#onKey(event),
     });
-    document.body.append(element);
+    document.getElementById("main").append(element);
     addEventListener("scroll", () => this.hide(), { capture: true, passive: true });
     return element;
   }
