@@ -12,7 +12,7 @@ from tests.openai.conftest import Server
 from tests.page.steps import Open, answer_with, expect, say, set_field, wait_for_answer
 
 if TYPE_CHECKING:
-    from playwright.sync_api import BrowserContext
+    from playwright.sync_api import BrowserContext, Page
 
 COLOURS = (Path(__file__).parent / "colours.js").read_text(encoding="utf-8")
 RULES = (Path(__file__).parent / "rules.js").read_text(encoding="utf-8")
@@ -121,6 +121,39 @@ def test_chat_by_keyboard_alone(smollm2: Server, open_page: Open) -> None:
     page.keyboard.press("Shift+Tab")
     reached = page.evaluate("document.activeElement.getAttribute('aria-label')")
     assert reached in ("Delete from here on", "Edit")
+
+
+def violations(page: Page) -> list[str]:
+    """What axe-core finds: WCAG 2.2 A and AA, and its best practices."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+    found = Axe().run(page, options={"runOnly": tags}).response["violations"]
+    return [f"{v['id']}: {node['html'][:100]}" for v in found for node in v["nodes"]]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_axe(smollm2: Server, open_page: Open, width: int, scheme: Any) -> None:
+    page = open_page(smollm2)
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 800})
+    answer_with(page, "# Title\n\nText with `code`\n\n```py\nprint(1)\n```\n\n|a|\n|-|\n|b|\n")
+    expect(page.locator("#pill-text")).to_have_text("idle")
+    assert violations(page) == []
+    say(page, "Hello")
+    wait_for_answer(page)
+    assert violations(page) == []
+    page.get_by_role("button", name="Tokens", exact=True).click()
+    page.locator(".token").nth(1).focus()
+    expect(page.locator("#token-card")).to_be_visible()
+    assert violations(page) == []
+    page.get_by_role("button", name="Code").click()
+    assert violations(page) == []
+    page.keyboard.press("Escape")
+    page.get_by_role("link", name="Engine", exact=True).click()
+    expect(page.locator("#tile-kv")).not_to_have_text("\u2013")
+    assert violations(page) == []
 
 
 @pytest.mark.parametrize("width", [1280, 360])
