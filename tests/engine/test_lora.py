@@ -366,3 +366,14 @@ def test_embeddings_with_an_adapter(models: Models) -> None:
         base = [o.outputs.embedding for o in llm.embed(PROMPTS)]
     np.testing.assert_allclose(own, expected, rtol=0, atol=1e-5)
     assert np.abs(np.array(base) - own).max() > 0.01
+
+
+def test_profiles_name_the_layers_of_adapters(models: Models, tmp_path: Path) -> None:
+    with LLM(**models.args(**LORA)) as llm:
+        llm.start_profile(str(tmp_path / "trace"))
+        llm.generate(PROMPTS[0], PARAMS, lora_request=models.lora("a"))
+        llm.stop_profile()
+        operations = llm.collective_rpc("operation_profile")[0]
+    seconds = {operation["name"]: operation["seconds"] for operation in operations}
+    assert seconds["lora layers.0.self_attn.q_proj/k_proj/v_proj"] > 0
+    assert "lora layers.1.mlp.down_proj" in seconds

@@ -23,6 +23,7 @@ EXIT_BROKEN_PIPE = 141
 COMMANDS = {
     "generate": "complete or answer a prompt",
     "chat": "talk to a model",
+    "embed": "turn texts into vectors, or rank them by similarity",
     "serve": "serve a model over HTTP with OpenAI's API",
     "run-batch": "answer a file of requests in OpenAI's batch format",
     "bench": "measure a server, or an engine in this process",

@@ -147,6 +147,8 @@ def operation_name(op: ir.Op) -> str:
     """Kind and matrices of an operation."""
     kind = re.sub(r"(?<!^)(?=[A-Z])", "_", type(op).__name__).lower()
     weights = [t.name.removesuffix(".weight") for t in op.weights if not t.name.endswith(".bias")]
+    if isinstance(op, ir.Lora):
+        weights = [site for site, _ in op.parts]
     if isinstance(op, ir.Attention):
         return f"{kind} layers.{op.layer}"
     if len(weights) > 1:  # of one layer: say its name once
