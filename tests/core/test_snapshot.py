@@ -103,6 +103,23 @@ def test_shared_prefixes_are_seen() -> None:
     assert Counter(driver.core.get_snapshot().block_states)[BlockState.SHARED] >= 2
 
 
+def test_a_request_that_waits_for_anothers_prefix_is_blocked() -> None:
+    driver = Driver(max_model_len=128)
+    prompt = list(range(70))
+    driver.add("a", prompt, max_tokens=4)
+    driver.step()
+    driver.add("b", prompt, max_tokens=4)
+    driver.step()
+    snapshot = driver.core.get_snapshot()
+    assert [(r.request_id, r.state) for r in snapshot.requests] == [
+        ("a", "prefill"),
+        ("b", "blocked"),
+    ]
+    assert (snapshot.num_running_reqs, snapshot.num_blocked_reqs) == (1, 1)
+    driver.run()
+    driver.check_idle()
+
+
 def test_a_preempted_request_says_so() -> None:
     driver = Driver(num_kv_blocks=9, max_model_len=32)
     driver.add("a", list(range(12)), max_tokens=16)
