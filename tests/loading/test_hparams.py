@@ -347,6 +347,13 @@ def test_hf_bert() -> None:
     [
         ({"hidden_act": "mish"}, UnsupportedModelError, "activation 'mish' is not supported"),
         ({"quantization_config": {}}, UnsupportedModelError, "use the original weights or a GGUF"),
+        ({"use_bidirectional_attention": True}, UnsupportedModelError, "both directions"),
+        ({"is_causal": False}, UnsupportedModelError, "both directions"),
+        (
+            {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
+            UnsupportedModelError,
+            "cross-encoder",
+        ),
         ({"hidden_size": "big"}, ModelLoadError, "'hidden_size' is a str"),
         ({"hidden_size": None}, ModelLoadError, "'hidden_size'.*is missing"),
         ({"num_attention_heads": 0}, ModelLoadError, "num_attention_heads is 0"),

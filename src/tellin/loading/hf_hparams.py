@@ -126,6 +126,13 @@ class _Reader:
 
     def decoder(self) -> ModelHParams:
         config, is_gemma = self.config, self.architecture in GEMMA_FAMILY
+        if config.get_bool("use_bidirectional_attention", False) or not config.get_bool(
+            "is_causal", True
+        ):
+            raise UnsupportedModelError(
+                f"{self.path}: {self.architecture!r} with attention in both directions "
+                "('use_bidirectional_attention' or 'is_causal') is not supported"
+            )
         head_dim = config.get_int("head_dim", self.hidden_size // self.num_heads)
         window = self._sliding_window()
         scaling = self._rope_scaling()

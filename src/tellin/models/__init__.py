@@ -11,7 +11,7 @@ from importlib import import_module
 from tellin.exceptions import UnsupportedModelError
 from tellin.models.plan.builder import PlanBuilder, WeightSource
 from tellin.models.plan.ir import Plan
-from tellin.models.plan.passes import optimize, with_lora, without_head
+from tellin.models.plan.passes import optimize, with_lora
 
 _ARCHITECTURES = {
     "bert": "bert",
@@ -63,10 +63,8 @@ def build_plan(
             f"supported are {', '.join(supported_architectures())}"
         )
     plan: Plan = import_module(f"tellin.models.{module_name}").record(
-        PlanBuilder(source, max_model_len)
+        PlanBuilder(source, max_model_len, pooling)
     )
-    if pooling:
-        plan = without_head(plan)
     if max_lora_rank is not None:
         plan = with_lora(plan, max_lora_rank)
     return optimize(plan) if fuse else plan

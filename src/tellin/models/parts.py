@@ -10,7 +10,7 @@ from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan
 
 UNUSED = ("lm_head.",)
-"""Copies that some files carry although the head is tied to the embedding."""
+"""Copies that some files carry although the head is tied to the embedding, or not wanted."""
 
 
 def embed_tokens(b: PlanBuilder) -> Buffer:
@@ -27,9 +27,14 @@ def gated_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
 
 
 def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
-    """Final norm and output matrix, for the rows whose logits are wanted; ends the plan."""
+    """Final norm and output matrix, for the rows whose logits are wanted; ends the plan.
+
+    Where hidden states are wanted and no logits, it ends with the norm.
+    """
     hp = b.hparams
     hidden = b.rms_norm(b.gather_rows(x), "norm")
+    if b.pooling:
+        return b.finish(hidden, hidden, ignore=UNUSED)
     logits = b.linear(hidden, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
     if hp.final_logit_softcapping is not None:
         b.softcap(logits, hp.final_logit_softcapping)

@@ -36,6 +36,8 @@ class WeightSource(Protocol):
 class PlanBuilder:
     """Records a `Plan` from ``source``, to run contexts of up to ``max_model_len`` tokens.
 
+    With ``pooling`` the plan ends with the hidden states: a model's head need not be there.
+
     Methods take and return buffers; ``name`` arguments are tensor names without ``.weight`` and
     ``.bias``, and also name the buffer that is made.
 
@@ -43,8 +45,11 @@ class PlanBuilder:
     and both shapes.
     """
 
-    def __init__(self, source: WeightSource, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, source: WeightSource, max_model_len: int | None = None, pooling: bool = False
+    ) -> None:
         self.source = source
+        self.pooling = pooling
         self.hparams = source.hparams
         self.max_model_len = max_model_len
         self._ops: list[ir.Op] = []

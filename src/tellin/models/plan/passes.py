@@ -26,21 +26,6 @@ def optimize(plan: Plan) -> Plan:
     return plan
 
 
-# ---- what is not wanted ----------------------------------------------------------------------
-
-
-def without_head(plan: Plan) -> Plan:
-    """The plan up to its final hidden states, which become its output.
-
-    Raises:
-        ValueError: the plan names no hidden states.
-    """
-    if plan.hidden is None:
-        raise ValueError(f"the plan of {plan.architecture!r} names no hidden states")
-    last = max(i for i, op in enumerate(plan.ops) if plan.hidden in op.writes)
-    return _rebuild(replace(plan, output=plan.hidden), plan.ops[: last + 1])
-
-
 # ---- adapters --------------------------------------------------------------------------------
 
 LORA_SITE = re.compile(
