@@ -76,6 +76,18 @@ class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
         if not self.lora_path:
             raise ValueError("lora_path must not be empty")
 
+    @property
+    def name(self) -> str:
+        return self.lora_name
+
+    @property
+    def path(self) -> str:
+        return self.lora_path
+
+    @property
+    def adapter_id(self) -> int:
+        return self.lora_int_id
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, LoRARequest) and self.lora_name == other.lora_name
 

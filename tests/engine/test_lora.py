@@ -337,7 +337,11 @@ def test_7_1_3_lora_is_off(models: Models) -> None:
         assert len(llm.generate(PROMPTS[0], PARAMS)) == 1
 
 
-def test_7_1_1_requests_of_odd_values() -> None:
+def test_7_1_1_requests() -> None:
+    lora = LoRARequest("a", 3, "/a")
+    assert (lora.name, lora.adapter_id, lora.path) == ("a", 3, "/a")
+    assert lora == LoRARequest("a", 4, "/b")
+    assert len({lora, LoRARequest("a", 4, "/b"), LoRARequest("b", 3, "/a")}) == 2
     with pytest.raises(ValueError, match="lora_int_id"):
         LoRARequest("a", 0, "/a")
     with pytest.raises(ValueError, match="lora_path"):
