@@ -1,6 +1,7 @@
 """Take the screenshots of the page that the documentation shows, from a real model under load.
 
     python scripts/page_screenshots.py        (needs the extra page-test and a Chromium)
+
 Starts a server with SmolLM2, talks to it as a user does, and gives it company for the engine view.
 """
 
