@@ -1,8 +1,9 @@
 """``python -m benchmarks speculation``: what drafting gains, and costs where it cannot gain.
 
-One stream at a time on a real model. For each method an engine without and an engine with it are
-loaded side by side and take turns (off, on, off, on, ...) on the same prompts, so that a noisy
-machine hurts both alike; a ratio compares neighbours in time, and medians over rounds are reported.
+One stream at a time on a real model (``--streams``: more). For each method an engine without and an
+engine with it are loaded side by side and take turns (off, on, off, on, ...) on the same prompts,
+so that a noisy machine hurts both alike; a ratio compares neighbours in time, and medians over
+rounds are reported.
 Ids are compared too: drafting may change nothing but the time. Workloads: ``free`` samples stories
 (temperature 0.8: little repeats), ``chat`` answers questions greedily, ``quote`` summarises a
 passage and may quote it (the model often does not), ``copy`` repeats it.
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--drafts", type=int, help="num_speculative_tokens (default: 8)")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--streams", type=int, default=1, help="requests at a time")
     parser.add_argument("--fixed", action="store_true", help="drafts of fixed length")
     parser.add_argument("--cache", type=Path, help="where to write (default: TELLIN_HOME/bench)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table")
@@ -76,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
             max_tokens=args.max_tokens,
             rounds=args.rounds,
             adaptive=not args.fixed,
+            streams=args.streams,
         )
     if args.json:
         print(json.dumps(results))
@@ -112,6 +115,7 @@ def measure(
     max_tokens: int,
     rounds: int,
     adaptive: bool = True,
+    streams: int = 1,
 ) -> list[dict[str, Any]]:
     """A row per workload: rates of decoding (tokens/s), the ratio on / off, and acceptance."""
     from tellin import LLM
@@ -131,28 +135,37 @@ def measure(
         for name, spec in (("off", None), ("on", config)):
             llm = LLM(
                 str(target),
-                max_num_seqs=4,
+                max_num_seqs=max(4, streams),
                 max_model_len=1024,
                 speculative_config=spec,
                 disable_log_stats=False,
             )
             engines[name] = stack.enter_context(llm).llm_engine
-        return [_compare(engines, method, workload, max_tokens, rounds) for workload in workloads]
+        return [
+            _compare(engines, method, workload, max_tokens, rounds, streams)
+            for workload in workloads
+        ]
 
 
 def _compare(
-    engines: dict[str, Any], method: str, workload: str, max_tokens: int, rounds: int
+    engines: dict[str, Any],
+    method: str,
+    workload: str,
+    max_tokens: int,
+    rounds: int,
+    streams: int,
 ) -> dict[str, Any]:
-    requests = _requests(engines["off"], workload, rounds + 1, max_tokens)
+    requests = _requests(engines["off"], workload, (rounds + 1) * streams, max_tokens)
     rates: dict[str, list[float]] = {"off": [], "on": []}
     equal, before = True, (0, 0, 0)
-    for index, (ids, params) in enumerate(requests):
-        # The first request warms both up, and lets the drafter learn what a row costs here.
+    for index in range(rounds + 1):
+        batch = requests[index * streams : (index + 1) * streams]
+        # The first round warms both up, and lets the drafter learn what a row costs here.
         if index == 1:
             before = _counters(engines["on"])
         outputs = {}
         for name in ("off", "on") if index % 2 else ("on", "off"):
-            outputs[name], rate = _decode(engines[name], f"{workload}-{index}", ids, params)
+            outputs[name], rate = _decode(engines[name], f"{workload}-{index}", batch)
             if index:
                 rates[name].append(rate)
         equal = equal and outputs["off"] == outputs["on"]
@@ -176,17 +189,21 @@ def _compare(
     }
 
 
-def _decode(engine: Any, request_id: str, ids: list[int], params: Any) -> tuple[list[int], float]:
-    """Output ids, and ids per second from the first one on."""
-    engine.add_request(request_id, {"prompt_token_ids": ids}, params)
-    output: list[int] = []
+def _decode(
+    engine: Any, name: str, batch: list[tuple[list[int], Any]]
+) -> tuple[dict[str, list[int]], float]:
+    """Output ids, and ids per second from when the last of the requests has its first one."""
+    for number, (ids, params) in enumerate(batch):
+        engine.add_request(f"{name}-{number}", {"prompt_token_ids": ids}, params)
+    outputs: dict[str, list[int]] = {}
     first_at, num_first = 0.0, 0
     while engine.has_unfinished_requests():
         for result in engine.step():
-            output = list(result.outputs[0].token_ids)
-            if output and not num_first:
-                first_at, num_first = time.perf_counter(), len(output)
-    return output, (len(output) - num_first) / (time.perf_counter() - first_at)
+            outputs[result.request_id] = list(result.outputs[0].token_ids)
+        if not num_first and len(outputs) == len(batch):
+            first_at, num_first = time.perf_counter(), sum(map(len, outputs.values()))
+    num_tokens = sum(map(len, outputs.values()))
+    return outputs, (num_tokens - num_first) / (time.perf_counter() - first_at)
 
 
 def _counters(engine: Any) -> tuple[int, int, int]:

@@ -249,11 +249,11 @@ def test_bad_drafts_are_tried_again_now_and_then() -> None:
         spec.observe(request, 1, 0)
     limits = []
     for _ in range(4 * RETRY_INTERVAL):
-        request.append_output_token_ids(1)
+        spec.limits([request])
         limits.append(len(spec.accept(request, SHORT)))
         if limits[-1]:
             spec.observe(request, 1, 0)
-    assert 3 <= sum(limits) <= 4
+    assert sum(limits) == 4
 
 
 def test_a_busy_engine_drafts_less() -> None:
@@ -274,6 +274,7 @@ def test_never_much_slower_than_without(chance: float, row_cost: float) -> None:
     request = a_request()
     seconds = 0.0
     while request.num_tokens < 1500:
+        spec.limits([request])
         num_drafts = len(spec.accept(request, LONG[:5]))
         num_right = 0
         while num_right < num_drafts and rng.random() < chance:

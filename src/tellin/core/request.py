@@ -88,7 +88,6 @@ class Request:
         "in_flight_range",
         "is_drafting_over",
         "is_probing",
-        "last_drafted_at",
         "lora_generation",
         "lora_request",
         "max_tokens",
@@ -179,7 +178,6 @@ class Request:
         self.draft_kind = 0
         self.num_drafts_right = [0.0, 0.0]
         self.num_drafts_wrong = [0.0, 0.0]
-        self.last_drafted_at = 0
         self.is_drafting_over = False
         self.is_probing = False
 

@@ -40,7 +40,8 @@ MIN_GAIN = 1.05
 just pays is not worth the noise."""
 
 RETRY_INTERVAL = 16
-"""A request whose drafts do not pay tries a single one again after so many tokens."""
+"""Requests whose drafts do not pay try a single one again every so many steps, all in the same
+step: one without any drafts is cheaper."""
 
 LONG_DRAFT = 4
 """Drafts of so many ids follow from a longer match, and are counted apart from shorter ones: where
@@ -118,6 +119,7 @@ class SpecDecodeController:
         self._num_right = [4.0 * chance for chance in EXPECTED]
         self._num_wrong = [4.0 * (1.0 - chance) for chance in EXPECTED]
         self._num_refused = 0
+        self._num_steps = 1
         self._stats: SpecDecodingStats | None = None
 
     # ------------------------------------------------------------------ what things cost
@@ -163,6 +165,7 @@ class SpecDecodeController:
         0 = do not draft at all. Cheap drafts are made for all that might use them, and cut to
         length once they are seen; costly ones only for those with whom they pay.
         """
+        self._num_steps += 1
         if not self._adaptive or self.num_spec_tokens == 0:
             return self.num_spec_tokens, {}
         if not self._is_costly:
@@ -186,7 +189,7 @@ class SpecDecodeController:
             return drafts[: self._costly_limit(request)]
         kind = request.draft_kind = int(len(drafts) >= LONG_DRAFT or self._has_draft_model)
         limit = self._best_length(self._chance(request, kind))
-        if limit == 0 and request.num_tokens - request.last_drafted_at >= RETRY_INTERVAL:
+        if limit == 0 and self._num_steps % RETRY_INTERVAL == 0:
             limit = 1
         return drafts[:limit]
 
@@ -248,7 +251,6 @@ class SpecDecodeController:
     def observe(self, request: Request, num_drafts: int, num_right: int) -> None:
         """``num_drafts`` drafts of a request were verified, the first ``num_right`` delivered."""
         num_wrong, kind = int(num_right < num_drafts), request.draft_kind
-        request.last_drafted_at = request.num_tokens
         request.num_drafts_right[kind] = request.num_drafts_right[kind] * FADE + num_right
         request.num_drafts_wrong[kind] = request.num_drafts_wrong[kind] * FADE + num_wrong
         self._num_right[kind] = self._num_right[kind] * FORGET + num_right
