@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tellin import loading
 from tellin.config import EngineConfig, LoRAConfig
@@ -18,6 +20,8 @@ from tellin.exceptions import (
     EngineError,
     UnsupportedFeatureError,
 )
+from tellin.loading.lora import Adapter
+from tellin.models import build_plan
 from tellin.protocol import LoRARequest
 from tellin.sampling_params import SamplingParams
 from tellin.settings import Settings
@@ -44,13 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-class RecordingBackend:
+class SlotBackend:
     """Notes what is put into its slots."""
 
-    def __init__(self, path: Path) -> None:
-        from tellin.models import build_plan
+    plan: Any = None
 
-        self.plan = build_plan(loading.open_model(path), max_lora_rank=16)
+    def __init__(self) -> None:
         self.slots: dict[int, Any] = {}
 
     def set_adapter(self, slot: int, weights: Any) -> None:
@@ -58,6 +61,14 @@ class RecordingBackend:
 
     def clear_adapter(self, slot: int) -> None:
         del self.slots[slot]
+
+
+class RecordingBackend(SlotBackend):
+    """The same for a model."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.plan = build_plan(loading.open_model(path), max_lora_rank=16)
 
 
 class Store:
@@ -188,6 +199,51 @@ def test_p50_a_failed_load_changes_nothing(folder: Path, tmp_path: Path) -> None
     with pytest.raises(AdapterError, match="use_dora"):
         store.add("a", lora_path=str(tmp_path), load_inplace=True)
     assert store.manager.list() == [1]
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("add"), st.integers(1, 6), st.frozensets(st.integers(1, 6), max_size=3)),
+    st.tuples(st.just("activate"), st.frozensets(st.integers(1, 6), max_size=2), st.none()),
+    st.tuples(st.just("remove"), st.integers(1, 6), st.none()),
+    st.tuples(st.just("pin"), st.integers(1, 6), st.none()),
+)
+
+
+@given(st.lists(OPERATIONS, max_size=40))
+def test_the_stores_under_any_sequence_of_calls(operations: list[Any]) -> None:
+    """Slots hold what they are said to hold; what is in use or pinned stays; limits hold else."""
+    backend, manager = SlotBackend(), LoRAManager(LoRAConfig(16, 2, 3), Path("none"))
+    pinned: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager, "_load", lambda request, backend: Adapter({request.lora_name: ()}))
+        for kind, subject, in_use in operations:
+            before = set(manager.list())
+            if kind == "add":
+                try:
+                    manager.add(LoRARequest(f"n{subject}", subject, "/p"), backend, in_use)
+                except AdapterCapacityError:
+                    assert before <= pinned
+                    assert set(manager.list()) == before
+                    continue
+                kept = set(manager.list())
+                assert subject in kept
+                assert before - kept <= before - in_use - pinned
+                assert len(kept) <= 3 or kept <= in_use | pinned | {subject}
+            elif kind == "activate":
+                slots = manager.activate(set(subject), backend)
+                assert set(slots) == subject & before
+                assert len(set(slots.values())) == len(slots)
+                for lora_id, slot in slots.items():
+                    assert 0 <= slot < 2
+                    assert set(backend.slots[slot]) == {f"n{lora_id}"}
+            elif kind == "remove":
+                assert manager.remove(subject, backend) == (subject in before)
+                pinned.discard(subject)
+            elif subject in before:
+                assert manager.pin(subject)
+                pinned.add(subject)
+            held = {name for weights in backend.slots.values() for name in weights}
+            assert held <= {f"n{lora_id}" for lora_id in manager.list()}
 
 
 # ---------------------------------------------------------------------- in a worker
