@@ -23,7 +23,7 @@ from tellin.engine.thread_client import AsyncThreadClient
 from tellin.exceptions import EngineClosedError, EngineStartError, InvalidParameterError
 from tellin.outputs import RequestOutput
 from tellin.sampling_params import SamplingParams
-from tests.processes.conftest import MakeArgs
+from tests.processes.conftest import PATIENCE_S, MakeArgs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
 PROMPTS = [f"prompt number {i}" for i in range(6)]
@@ -54,11 +54,11 @@ def inproc_results(make_args: MakeArgs) -> list[object]:
 
 
 def core_processes() -> set[int]:
-    """Ids of this process's children that run a core."""
+    """Ids of this process's children that run a core, by the title of the process (COR-85)."""
     return {
         child.pid
         for child in psutil.Process().children(recursive=True)
-        if any("tellin.core.core_proc" in word for word in child.cmdline())
+        if any(word.startswith("EngineCore_") for word in child.cmdline())
     }
 
 
@@ -144,6 +144,24 @@ def test_s11_in_process_mode_has_no_child_no_socket_no_transport(tiny_model: Pat
     done = run_script(script)
     assert done.stdout == "ok\n"
     assert done.stderr == ""
+
+
+def test_thousands_of_requests_wait_in_the_sockets_of_a_busy_core(make_args: MakeArgs) -> None:
+    """CLI-11, CLI-13: a transport with a limit would drop what exceeds it, and say nothing."""
+    num_requests = 2500  # more than two sockets hold by default
+    args = make_args(num_kv_blocks=2560)
+    with LLMEngine.from_engine_args(args, enable_multiprocessing=True) as engine:
+        engine.get_supported_tasks()
+        assert isinstance(engine.engine_core, SyncMPClient)
+        os.kill(engine.engine_core.core_pid, signal.SIGSTOP)
+        prompts = [{"type": "token", "prompt_token_ids": [5] * 20}] * num_requests
+        for i, prompt in enumerate(prompts):
+            engine.add_request(str(i), prompt, SamplingParams(max_tokens=1))
+        os.kill(engine.engine_core.core_pid, signal.SIGCONT)
+        num_finished, started = 0, time.monotonic()
+        while num_finished < num_requests:
+            assert time.monotonic() - started < PATIENCE_S, "requests were lost"
+            num_finished += sum(output.finished for output in engine.step(timeout=1))
 
 
 def test_p34_a_script_without_main_guard_just_works(tiny_model: Path, tmp_path: Path) -> None:

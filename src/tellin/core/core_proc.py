@@ -96,6 +96,7 @@ class EngineCoreProc:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.IDENTITY, engine_identity(self._start.engine_index))
         socket.setsockopt(zmq.LINGER, LINGER_MS)
+        socket.setsockopt(zmq.RCVHWM, 0)  # requests wait here rather than in the sender
         socket.connect(address)
         return socket
 

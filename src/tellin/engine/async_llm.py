@@ -30,7 +30,7 @@ from tellin.engine.output_handler import OutputHandler
 from tellin.engine.output_processor import Output, OutputProcessor
 from tellin.engine.parallel_sampling import ParentRequest
 from tellin.engine.renderer import ChatTokenizer, Renderer
-from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager
+from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager, load_plugins
 from tellin.engine.teardown import close_engine
 from tellin.engine.tracing import make_tracer
 from tellin.exceptions import (
@@ -66,10 +66,18 @@ class AsyncLLM:
     ) -> None:
         """Load the model and get ready; blocks until the core can serve.
 
+        Args:
+            executor_class: None = what the configuration names.
+            log_stats: keep statistics, with the default loggers.
+            stat_loggers: receive statistics too, those of installed packages besides
+                (`tellin.engine.stat_loggers.PLUGIN_GROUP`); any of them switches statistics on.
+            multiprocess_mode: run the core in a child process.
+
         Raises:
             LoadError, EngineStartError: the core could not start; nothing is left running.
         """
-        self.log_stats = log_stats or bool(stat_loggers)
+        custom_loggers = [*(stat_loggers or ()), *load_plugins()]
+        self.log_stats = log_stats or bool(custom_loggers)
         tokenizer = load_engine_tokenizer(config)
         self.renderer = Renderer(config, tokenizer)
         self.input_processor = InputProcessor(config, self.renderer)
@@ -94,8 +102,16 @@ class AsyncLLM:
         self.input_processor.update_config(self.config, self.engine_core.ready)
         self.logger_manager: StatLoggerManager | None = None
         if self.log_stats:
-            self.logger_manager = StatLoggerManager(self.config, custom_stat_loggers=stat_loggers)
-            self.logger_manager.log_engine_initialized()
+            try:
+                self.logger_manager = StatLoggerManager(
+                    self.config,
+                    custom_stat_loggers=custom_loggers,
+                    enable_default_loggers=log_stats,
+                )
+                self.logger_manager.log_engine_initialized()
+            except BaseException:  # a logger of the user's
+                self._finalizer()
+                raise
         self._handler = OutputHandler(
             self.engine_core,
             self.output_processor,
@@ -438,6 +454,11 @@ class AsyncLLM:
         return self.engine_core.engine_dead or not self.is_running
 
     @property
+    def is_stopped(self) -> bool:
+        """As `errored`."""
+        return self.errored
+
+    @property
     def dead_error(self) -> EngineDeadError:
         return EngineDeadError(str(self._handler.error or ""))
 
@@ -477,6 +498,10 @@ class AsyncLLM:
                 "statistics are off; create the engine with disable_log_stats=False"
             )
         return self.logger_manager
+
+    async def is_tracing_enabled(self) -> bool:
+        """Whether requests are traced."""
+        return self.config.observability_config.otlp_traces_endpoint is not None
 
     async def do_log_stats(self) -> None:
         """Report statistics through the loggers, now. A timer of the server calls this."""

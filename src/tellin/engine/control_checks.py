@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from tellin.checks import check_bool, check_float, check_int, check_str, check_str_list
-from tellin.exceptions import InvalidTypeError
+from tellin.exceptions import InvalidParameterError, InvalidTypeError
 from tellin.protocol import LoRARequest
 
 MAX_LORA_ID = 2**31 - 1
@@ -19,7 +19,12 @@ MAX_LORA_ID = 2**31 - 1
 
 def check_level(level: Any) -> int:
     """Level of `sleep`."""
-    return check_int("level", level, 0, 2)
+    number = check_int("level", level)
+    if not 0 <= number <= 2:
+        raise InvalidParameterError(
+            f"level must be 0, 1 or 2, got {number}", parameter="level", value=number
+        )
+    return number
 
 
 def check_lora_request(lora_request: Any) -> LoRARequest:

@@ -35,7 +35,8 @@ class CoreProcess:
         Raises:
             EngineStartError: the configuration cannot be sent to another process.
         """
-        self._process = _start_child(_pickle_start(start))
+        title = f"EngineCore_{start.engine_index}"
+        self._process = _start_child(_pickle_start(start), title)
         self._monitor = threading.Thread(
             target=_wait_for_exit, args=(self._process, on_exit), name="tellin-monitor", daemon=True
         )
@@ -66,8 +67,8 @@ class CoreProcess:
                 pass
 
 
-def _start_child(payload: bytes) -> subprocess.Popen[bytes]:
-    """The child, with its start message written.
+def _start_child(payload: bytes, title: str) -> subprocess.Popen[bytes]:
+    """The child, with its start message written. ``title`` is for readers of process lists.
 
     It begins with SIGINT and SIGTERM blocked: Ctrl-C is the parent's, even while the child's
     interpreter starts.
@@ -76,7 +77,7 @@ def _start_child(payload: bytes) -> subprocess.Popen[bytes]:
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tellin.core.core_proc"],
+            [sys.executable, "-m", "tellin.core.core_proc", title],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
         )

@@ -11,6 +11,7 @@ every pending utility call and every later call raises `EngineDeadError`.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -189,6 +190,10 @@ class MPClient:
         input_address = f"ipc://{base / f'in-{unique}'}"
         output_address = f"ipc://{base / f'out-{unique}'}"
         resources.input_socket = resources.context.socket(zmq.ROUTER)
+        # A router drops what exceeds its limit and what has no receiver, and says nothing. How many
+        # requests may wait is limited where they are admitted (`max_num_queued_reqs`).
+        resources.input_socket.setsockopt(zmq.SNDHWM, 0)
+        resources.input_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         resources.input_socket.bind(input_address)
         output_socket = resources.context.socket(zmq.PULL)
         output_socket.bind(output_address)
@@ -275,8 +280,11 @@ class MPClient:
             message = kind.value + join_frames(self._encoder.encode(obj))
             if self._resources.input_socket is None:
                 raise EngineClosedError("the engine has been shut down")
-            self._resources.input_socket.send(self._identity, zmq.SNDMORE)
-            self._resources.input_socket.send(message)
+            try:
+                self._resources.input_socket.send(self._identity, zmq.SNDMORE)
+                self._resources.input_socket.send(message)
+            except zmq.ZMQError as error:
+                raise EngineDeadError(f"nothing can be sent to it: {error}") from error
 
     def _call_utility(self, reply: Future[Any] | _Reply, method: str, args: Sequence[Any]) -> None:
         args = check_call(method, tuple(args))
@@ -403,8 +411,9 @@ class SyncMPClient(MPClient):
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort by internal ids; nothing for an empty list or a dead core."""
-        if request_ids and not self.engine_dead:
-            self._send(EngineCoreRequestType.ABORT, request_ids)
+        with contextlib.suppress(EngineDeadError):
+            if request_ids and not self.engine_dead:
+                self._send(EngineCoreRequestType.ABORT, request_ids)
 
     def call_utility(self, method: str, *args: Any) -> Any:
         """Call a method of the core by name and wait for its result."""
@@ -430,8 +439,9 @@ class AsyncMPClient(MPClient):
         self._send(EngineCoreRequestType.ADD, request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
-        if request_ids and not self.engine_dead:
-            self._send(EngineCoreRequestType.ABORT, request_ids)
+        with contextlib.suppress(EngineDeadError):
+            if request_ids and not self.engine_dead:
+                self._send(EngineCoreRequestType.ABORT, request_ids)
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         future: Future[Any] = Future()

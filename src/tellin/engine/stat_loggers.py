@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from tellin.config import EngineConfig
 from tellin.engine.stats import CachingMetrics
-from tellin.exceptions import UnsupportedFeatureError
+from tellin.exceptions import InvalidTypeError, UnsupportedFeatureError
 from tellin.metrics import IterationStats, Metric
 from tellin.protocol import CacheStats, SchedulerStats, SpecDecodingStats
 
@@ -52,6 +52,31 @@ class StatLoggerBase(ABC):
 
 
 StatLoggerFactory = Callable[[EngineConfig, int], StatLoggerBase]
+
+PLUGIN_GROUP = "tellin.stat_loggers"
+"""Entry points of installed packages whose loggers every `AsyncLLM` gets."""
+
+
+def load_plugins() -> list[StatLoggerFactory]:
+    """Logger classes of installed packages.
+
+    Raises:
+        InvalidTypeError: an entry point is no `StatLoggerBase` subclass.
+    """
+    import importlib.metadata  # not at the top: it is slow to import
+
+    result: list[StatLoggerFactory] = []
+    for plugin in importlib.metadata.entry_points(group=PLUGIN_GROUP):
+        factory = plugin.load()
+        if not (isinstance(factory, type) and issubclass(factory, StatLoggerBase)):
+            raise InvalidTypeError(
+                f"entry point {plugin.name!r} of {PLUGIN_GROUP!r} is {factory!r}, but must be a "
+                "subclass of tellin.engine.stat_loggers.StatLoggerBase",
+                parameter="stat_loggers",
+                value=factory,
+            )
+        result.append(factory)
+    return result
 
 
 class LoggingStatLogger(StatLoggerBase):
