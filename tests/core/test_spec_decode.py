@@ -259,7 +259,7 @@ def test_bad_drafts_are_tried_again_now_and_then() -> None:
 def test_a_busy_engine_drafts_less() -> None:
     """With many requests a row costs a whole token's share of the step."""
     request = a_request()
-    lone, crowd = controller(0.05), controller(0.05, num_requests=64)
+    lone, crowd = controller(0.05), controller(0.05, num_requests=16)
     for spec in (lone, crowd):
         request.num_drafts_right, request.num_drafts_wrong = [0.0, 9.0], [0.0, 1.0]
         assert spec.num_spec_tokens == 8

@@ -35,11 +35,11 @@ EXPECTED = (0.3, 0.75)
 """Chance that a short or a long draft is right, until some have been seen; a draft model's drafts
 count as long."""
 
-MIN_GAIN = 1.05
-"""Drafts must promise this speed-up: a step with drafts costs a little more than its rows, and what
-just pays is not worth the noise."""
+MIN_GAIN = 1.1
+"""Drafts must promise this speed-up: a step with drafts costs a little more than its rows, and so
+does the one after it (see `SteadyDecode`); what just pays is not worth the noise."""
 
-RETRY_INTERVAL = 16
+RETRY_INTERVAL = 24
 """Requests whose drafts do not pay try a single one again every so many steps, all in the same
 step: one without any drafts is cheaper."""
 
