@@ -39,6 +39,9 @@ MIN_GAIN = 1.1
 """Drafts must promise this speed-up: a step with drafts costs a little more than its rows, and so
 does the one after it (see `SteadyDecode`); what just pays is not worth the noise."""
 
+COSTLY_MIN_GAIN = 1.03
+"""The same for a draft model, whose own passes are in the account; to give it up is for good."""
+
 RETRY_INTERVAL = 24
 """Requests whose drafts do not pay try a single one again every so many steps, all in the same
 step: one without any drafts is cheaper."""
@@ -236,7 +239,8 @@ class SpecDecodeController:
         if best is None:
             chance = (bucket + 0.5) / 64.0
             cost = self._row_cost + self._draft_cost
-            best, best_rate, tokens, power = 0, MIN_GAIN, 1.0, 1.0
+            least = COSTLY_MIN_GAIN if self._has_draft_model else MIN_GAIN
+            best, best_rate, tokens, power = 0, least, 1.0, 1.0
             for length in range(1, self.num_spec_tokens + 1):
                 power *= chance
                 tokens += power
