@@ -20,19 +20,28 @@ constexpr int kMaxTile = 6;  // tokens of a tile: 2 x 6 integer and 2 x 6 float 
 constexpr int kMaxTokens = 192;     // tokens that share a pass over the weights: 24 KiB of accumulators
 constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
 
-// Codes that a tile fetches while it computes.
+// Codes of a later chunk that a tile fetches while it computes: bytes [begin, end) of each group, some lines
+// per block.
 struct CodePrefetch {
-  const uint8_t* p;
+  const uint8_t* begin;
+  const uint8_t* end;
+  int lines_per_block;
   bool used_once;  // by this tile alone: no copy needs to stay in L2
 };
 
-// Fetches kBytes from p on, of kGroups groups.
-template <int kBytes, int kGroups, int kHint>
-TELLIN_INLINE void prefetch_groups(const uint8_t* p, size_t group_bytes) {
+// Fetches the next lines of kGroups groups.
+template <int kGroups>
+TELLIN_INLINE void prefetch_lines(CodePrefetch& ahead, size_t group_bytes) {
+  for (int i = 0; i < ahead.lines_per_block && ahead.begin < ahead.end; ++i) {
 #pragma GCC unroll 2
-  for (int g = 0; g < kGroups; ++g) {
-#pragma GCC unroll 10
-    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(p + g * group_bytes + i, 0, kHint);
+    for (int g = 0; g < kGroups; ++g) {
+      if (ahead.used_once) {
+        __builtin_prefetch(ahead.begin + g * group_bytes, 0, 0);
+      } else {
+        __builtin_prefetch(ahead.begin + g * group_bytes, 0, 3);
+      }
+    }
+    ahead.begin += 64;
   }
 }
 
@@ -117,15 +126,7 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, CodePrefetch ahead, si
   for (int s = 0; s < num_supers; ++s) {
     const uint8_t* codes = w + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b) {
-      if constexpr (kIsFirst) {
-        constexpr int kStep = kFormat.super_bytes() / kFormat.blocks();
-        if (ahead.used_once) {
-          prefetch_groups<kStep, kGroups, 0>(ahead.p, group_bytes);
-        } else {
-          prefetch_groups<kStep, kGroups, 3>(ahead.p, group_bytes);
-        }
-        ahead.p += kStep;
-      }
+      prefetch_lines<kGroups>(ahead, group_bytes);
       add_block<T, Act, kIsFirst>(codes, group_bytes, rows, scale, minimum, code_pair, acc);
       codes += kFormat.block_bytes();
       rows.advance();
@@ -191,10 +192,15 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0) {
       }
     }
     const int64_t next = s0 + kPrefetchChunks * kChunkSupers;
-    CodePrefetch ahead = {group + next * kFormat.super_bytes(), num_tiles == 1};
-    if (next >= num_supers) ahead.p += (kGroups - 1) * group_bytes;
+    const uint8_t* fetch = group + next * kFormat.super_bytes();
+    if (next >= num_supers) fetch += (kGroups - 1) * group_bytes;
+    constexpr int kLines = kChunkSupers * kFormat.super_bytes() / 64;
+    const int lines_per_block = (kLines + num_tiles * kChunkBlocks - 1) / (num_tiles * kChunkBlocks);
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
+      const CodePrefetch ahead = {fetch + 64 * (kLines * i / num_tiles),
+                                  fetch + 64 * (kLines * (i + 1) / num_tiles), lines_per_block,
+                                  num_tiles == 1};
       const auto run = i == 0 ? run_tile_of<T, Act, true, kGroups> : run_tile_of<T, Act, false, kGroups>;
       run(t1 - t0, w, ahead, group_bytes, chunk, x + t0 * p.x.row_bytes, p.x.row_bytes, &scales, s0 == 0,
           acc + t0 * kGroups * kRows);
