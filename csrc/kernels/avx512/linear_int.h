@@ -20,28 +20,29 @@ constexpr int kMaxTile = 6;  // tokens of a tile: 2 x 6 integer and 2 x 6 float 
 constexpr int kMaxTokens = 192;     // tokens that share a pass over the weights: 24 KiB of accumulators
 constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
 
-// Codes of a later chunk that a tile fetches while it computes: bytes [begin, end) of each group, some lines
-// per block.
+// Codes of a later chunk that a tile fetches while it computes: bytes [begin, end) of each group.
 struct CodePrefetch {
   const uint8_t* begin;
   const uint8_t* end;
   int lines_per_block;
-  bool used_once;  // by this tile alone: no copy needs to stay in L2
+  bool is_only_tile;  // fetches all of it, and no copy needs to stay in L2
 };
 
-// Fetches the next lines of kGroups groups.
-template <int kGroups>
-TELLIN_INLINE void prefetch_lines(CodePrefetch& ahead, size_t group_bytes) {
-  for (int i = 0; i < ahead.lines_per_block && ahead.begin < ahead.end; ++i) {
+// Fetches what is due with a block (kBytes: a block's share of a chunk) of kGroups groups.
+template <int kBytes, int kGroups>
+TELLIN_INLINE void prefetch_codes(CodePrefetch& ahead, size_t group_bytes) {
+  if (ahead.is_only_tile) {
 #pragma GCC unroll 2
     for (int g = 0; g < kGroups; ++g) {
-      if (ahead.used_once) {
-        __builtin_prefetch(ahead.begin + g * group_bytes, 0, 0);
-      } else {
-        __builtin_prefetch(ahead.begin + g * group_bytes, 0, 3);
-      }
+#pragma GCC unroll 10
+      for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.begin + g * group_bytes + i, 0, 0);
     }
-    ahead.begin += 64;
+    ahead.begin += kBytes;
+  } else {
+    for (int i = 0; i < ahead.lines_per_block && ahead.begin < ahead.end; ++i, ahead.begin += 64) {
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroups; ++g) __builtin_prefetch(ahead.begin + g * group_bytes, 0, 3);
+    }
   }
 }
 
@@ -126,7 +127,7 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, CodePrefetch ahead, si
   for (int s = 0; s < num_supers; ++s) {
     const uint8_t* codes = w + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b) {
-      prefetch_lines<kGroups>(ahead, group_bytes);
+      prefetch_codes<kFormat.super_bytes() / kFormat.blocks(), kGroups>(ahead, group_bytes);
       add_block<T, Act, kIsFirst>(codes, group_bytes, rows, scale, minimum, code_pair, acc);
       codes += kFormat.block_bytes();
       rows.advance();
