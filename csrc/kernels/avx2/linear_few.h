@@ -1,0 +1,183 @@
+// AVX2: packed codes x quantised activations of few tokens.
+//
+// All tokens make one tile, so codes are multiplied and summed as they are unpacked, without a stay in L1.
+// The roundings are those of linear_int.h.
+#pragma once
+#include "int_terms.h"
+
+namespace tellin {
+namespace {
+
+// As many as leave no register spilled (Zen 5: one more is slower than unpacking to L1).
+#if defined(__AVXVNNI__)
+constexpr int kFewTokens = 5;
+#else
+constexpr int kFewTokens = 4;
+#endif
+
+// Formats whose codes can be added in bytes over a whole block.
+constexpr bool has_few_path(const PackedFormat& format) {
+  return format.is_quantized() && !format.per16() && format.bits <= 5;
+}
+
+// Adds quads [kQuad, kEnd) of a packed block to integer sums (int16, or int32 with vpdpbusd) that begin with
+// quad kBegin, and to the sums of codes.
+template <int kBits, int kBegin, int kQuad, int kEnd, bool kSumCodes, int kTokens>
+TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64_t row_bytes,
+                                    __m256i (&sum)[2][kTokens], __m256i (&code_sum)[2]) {
+  if constexpr (kQuad < kEnd) {
+    __m256i w[2];
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      w[h] = load_quad<kBits, kQuad>(block + h * kHalfBytes);
+      if constexpr (kSumCodes) code_sum[h] = kQuad == 0 ? w[h] : _mm256_add_epi8(code_sum[h], w[h]);
+    }
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) {
+      const __m256i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+#if defined(__AVXVNNI__)
+        sum[h][t] = _mm256_dpbusd_avx_epi32(kQuad == kBegin ? _mm256_setzero_si256() : sum[h][t], w[h], y);
+#else
+        const __m256i product = _mm256_maddubs_epi16(w[h], y);
+        if (kQuad == kBegin) {
+          sum[h][t] = product;
+        } else {
+          add_int16(sum[h][t], product);
+        }
+#endif
+      }
+    }
+    add_packed_quads<kBits, kBegin, kQuad + 1, kEnd, kSumCodes>(block, x, row_bytes, sum, code_sum);
+  }
+}
+
+// Exact int32 sums of a packed block's codes x one plane of activations.
+template <int kBits, bool kSumCodes, int kTokens>
+TELLIN_INLINE void packed_plane_sums(const uint8_t* block, const int8_t* x, int64_t row_bytes,
+                                     __m256i (&sum)[2][kTokens], __m256i (&code_sum)[2]) {
+#if defined(__AVXVNNI__)
+  add_packed_quads<kBits, 0, 0, 8, kSumCodes>(block, x, row_bytes, sum, code_sum);
+#else
+  constexpr int kStop = kBits <= 4 ? 8 : 4;  // int16 sums that cannot overflow
+  const __m256i one = _mm256_set1_epi16(1);
+  add_packed_quads<kBits, 0, 0, kStop, kSumCodes>(block, x, row_bytes, sum, code_sum);
+#pragma GCC unroll 6
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) sum[h][t] = _mm256_madd_epi16(sum[h][t], one);
+  }
+  if constexpr (kStop < 8) {
+    __m256i rest[2][kTokens];
+    add_packed_quads<kBits, kStop, kStop, 8, kSumCodes>(block, x, row_bytes, rest, code_sum);
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) add_int32(sum[h][t], _mm256_madd_epi16(rest[h][t], one));
+    }
+  }
+#endif
+}
+
+// One packed block added to acc. The roundings are those of add_block.
+template <QuantType T, class Act, int kTokens>
+TELLIN_INLINE void add_packed_block(const uint8_t* block, const uint8_t* x, int64_t row_bytes,
+                                    const float* scale, const float* minimum, __m256 (&acc)[2][kTokens]) {
+  constexpr PackedFormat kFormat = format_of(T);
+  const auto* first = reinterpret_cast<const Act*>(x);
+  __m256i sum[2][kTokens], code_sum[2];
+  packed_plane_sums<kFormat.bits, Act::kPlanes == 1>(block, first->q[0], row_bytes, sum, code_sum);
+  alignas(32) int32_t pairs[kRows];
+  if constexpr (Act::kPlanes == 1) {
+    const __m256i one16 = _mm256_set1_epi16(1), one8 = _mm256_set1_epi8(1);
+    const __m256i start = _mm256_set1_epi32(-kBlockK * kFormat.zero_point());
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m256i words = _mm256_madd_epi16(_mm256_maddubs_epi16(code_sum[h], one8), one16);
+      const __m256i pair = _mm256_blend_epi16(_mm256_add_epi32(start, words),
+                                              _mm256_set1_epi32(kFormat.zero_point() << 16), 0xaa);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs + h * kHalfRows), pair);
+    }
+  } else {
+    __m256i low[2][kTokens];
+    packed_plane_sums<kFormat.bits, false>(block, first->q[Act::kPlanes - 1], row_bytes, low, code_sum);
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+      for (int h = 0; h < 2; ++h) {
+        sum[h][t] = _mm256_add_epi32(_mm256_slli_epi32(sum[h][t], kPlaneShift), low[h][t]);
+      }
+    }
+  }
+  add_zero_terms<T>(first, row_bytes, 0, pairs, sum);
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    const __m256 s = _mm256_load_ps(scale + h * kHalfRows);
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) {
+      const Act* row = act_row(first, t, row_bytes);
+      const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
+      acc[h][t] = _mm256_fmadd_ps(product, broadcast_float(&row->scale), acc[h][t]);
+      if constexpr (kFormat.has_min) {
+        acc[h][t] =
+            _mm256_fmadd_ps(_mm256_load_ps(minimum + h * kHalfRows), broadcast_float(&row->sum), acc[h][t]);
+      }
+    }
+  }
+}
+
+// Tokens [m0, m0 + kTokens) x group g.
+template <QuantType T, class Act, int kTokens>
+__attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRows& x, float* out, int64_t ldo,
+                                       int64_t m0, int64_t g) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kAhead = kPrefetchChunks * kChunkBlocks / kFormat.blocks() * kFormat.super_bytes();
+  alignas(32) float scale[kFormat.blocks()][kRows], minimum[kFormat.blocks()][kRows];
+  __m256 acc[2][kTokens];
+#pragma GCC unroll 6
+  for (int t = 0; t < kTokens; ++t) acc[0][t] = acc[1][t] = _mm256_setzero_ps();
+  const uint8_t* super_block = w.data + g * w.group_bytes;
+  const uint8_t* const end = super_block + w.group_bytes;
+  const uint8_t* row = x.data + m0 * x.row_bytes;
+  for (; super_block < end; super_block += kFormat.super_bytes()) {
+    for (int i = 0; i < kFormat.super_bytes(); i += 64) __builtin_prefetch(super_block + kAhead + i, 0, 3);
+    expand_scales<T>(super_block, scale, minimum);
+    const uint8_t* block = super_block + kFormat.header_bytes();
+    for (int b = 0; b < kFormat.blocks(); ++b, block += kFormat.block_bytes(), row += sizeof(Act)) {
+      add_packed_block<T, Act, kTokens>(block, row, x.row_bytes, scale[b], minimum[b], acc);
+    }
+  }
+  alignas(32) float rows[kRows];
+#pragma GCC unroll 6
+  for (int t = 0; t < kTokens; ++t) {
+    _mm256_store_ps(rows, acc[0][t]);
+    _mm256_store_ps(rows + kHalfRows, acc[1][t]);
+    store_rows(rows, w.n - g * kRows, out + (m0 + t) * ldo + g * kRows);
+  }
+}
+
+// Tokens [m0, m0 + tokens), tokens <= kFewTokens, x groups [g0, g1).
+template <QuantType T, class Act>
+void linear_few(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int tokens, int64_t g0, int64_t g1,
+                float* out, int64_t ldo) {
+  for (int64_t g = g0; g < g1; ++g) {
+    switch (tokens) {
+#define TELLIN_TILE(n)                         \
+  case n:                                      \
+    run_few<T, Act, n>(w, x, out, ldo, m0, g); \
+    break;
+      TELLIN_TILE(1)
+      TELLIN_TILE(2)
+      TELLIN_TILE(3)
+      TELLIN_TILE(4)
+#if defined(__AVXVNNI__)
+      TELLIN_TILE(5)
+#endif
+#undef TELLIN_TILE
+    }
+  }
+}
+
+}  // namespace
+}  // namespace tellin
