@@ -103,8 +103,12 @@ void LinearStage::run(int64_t task, int member) noexcept {
   // Kernels address the whole result: the origin of a tile in scratch lies before it.
   float* scratch_origin = scratch == nullptr ? nullptr : scratch - m0 * count - column;
   if (part.up != nullptr) {
-    product(*part.weight, m0, m1, chunk, part.out->base, part.out->stride);
-    product(*part.up, m0, m1, chunk, scratch_origin, count);
+    // The two matrices are read in turns.
+    PackedMatrix gate_weight = *part.weight, up_weight = *part.up;
+    gate_weight.follow = up_weight.data + chunk.begin * static_cast<int64_t>(up_weight.group_bytes);
+    up_weight.follow = gate_weight.data + chunk.end * static_cast<int64_t>(gate_weight.group_bytes);
+    product(gate_weight, m0, m1, chunk, part.out->base, part.out->stride);
+    product(up_weight, m0, m1, chunk, scratch_origin, count);
     for (int64_t m = m0; m < m1; ++m) {
       float* gate = part.out->row(m) + column;
       float* up = scratch + (m - m0) * count;

@@ -31,6 +31,9 @@ struct PackedMatrix {
   int64_t num_groups;   // ceil(n / kGroupRows)
   size_t group_bytes;   // bytes of one group; groups are contiguous
   const uint8_t* data;  // [num_groups * group_bytes], 64-byte aligned
+  // What the caller reads after the groups of a call: a group of this layout, for kernels to prefetch;
+  // nullptr if that is the group behind them.
+  const uint8_t* follow = nullptr;
 };
 
 // Rows of quantised activations. What lies in a row (values, scales, sums) is the kernels' business.

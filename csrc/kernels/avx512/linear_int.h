@@ -169,9 +169,10 @@ struct IntProblem {
   int64_t ldo;
 };
 
-// Tokens [m0, m0 + tokens) x groups [g, g + kGroups), tokens <= kMaxTokens.
+// Tokens [m0, m0 + tokens) x groups [g0, g0 + kGroups), tokens <= kMaxTokens. Groups at `after` are read
+// next.
 template <QuantType T, class Act, int kGroups>
-void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0) {
+void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const uint8_t* after) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kChunkSupers = kChunkBlocks / kFormat.blocks();
   constexpr int kSums = kFormat.per16() ? 2 : 1;
@@ -193,8 +194,8 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0) {
       }
     }
     const int64_t next = s0 + kPrefetchChunks * kChunkSupers;
-    const uint8_t* fetch = group + next * kFormat.super_bytes();
-    if (next >= num_supers) fetch += (kGroups - 1) * group_bytes;
+    const uint8_t* fetch = next < num_supers ? group + next * kFormat.super_bytes()
+                                             : after + (next - num_supers) * kFormat.super_bytes();
     constexpr int kLines = kChunkSupers * kFormat.super_bytes() / 64;
     const int lines_per_block = (kLines + num_tiles * kChunkBlocks - 1) / (num_tiles * kChunkBlocks);
     for (int i = 0; i < num_tiles; ++i) {
@@ -228,9 +229,15 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
     const int tokens = static_cast<int>(end - begin);
-    int64_t g = g0;
-    for (; g + 2 <= g1; g += 2) run_groups<T, Act, 2>(problem, begin, tokens, g);
-    if (g < g1) run_groups<T, Act, 1>(problem, begin, tokens, g);
+    for (int64_t g = g0; g < g1; g += 2) {
+      const uint8_t* after = w.data + (g + 2) * w.group_bytes;
+      if (g + 2 >= g1 && w.follow != nullptr) after = w.follow;
+      if (g + 2 <= g1) {
+        run_groups<T, Act, 2>(problem, begin, tokens, g, after);
+      } else {
+        run_groups<T, Act, 1>(problem, begin, tokens, g, after);
+      }
+    }
   }
 }
 
