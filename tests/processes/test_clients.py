@@ -10,11 +10,13 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tellin.config import EngineArgs
+from tellin.engine.arg_utils import create_engine_config
 from tellin.engine.async_llm import AsyncLLM
 from tellin.engine.core_client import EngineCoreClient, InprocClient
 from tellin.engine.llm_engine import LLMEngine
@@ -63,8 +65,6 @@ def core_processes() -> set[int]:
 
 
 def test_s07_make_client_picks_by_the_two_flags(make_args: MakeArgs) -> None:
-    from tellin.engine.arg_utils import create_engine_config
-
     config = create_engine_config(make_args())
     for multiprocess, asyncio_mode, expected in (
         (False, False, InprocClient),
@@ -209,6 +209,22 @@ def test_eng_2_a_failed_start_raises_the_reason_and_leaves_nothing(make_args: Ma
     assert core_processes() == before
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_eng_2_weights_that_cannot_be_read_fail_the_start_with_the_reason(
+    asynchronous: bool, make_args: MakeArgs, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The shell has opened the file's header; the core finds out about the rest."""
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(tiny_model.read_bytes())
+    before = core_processes()
+    config = create_engine_config(make_args(model=str(broken)))
+    broken.write_bytes(tiny_model.read_bytes()[: tiny_model.stat().st_size // 2])
+    start: Any = AsyncLLM if asynchronous else LLMEngine
+    with pytest.raises(EngineStartError, match=r"could not start: .*broken\.gguf"):
+        start(config, multiprocess_mode=True)
+    assert core_processes() == before
+
+
 def test_eng_32_step_with_a_timeout_returns_nothing_when_nothing_happens(
     make_args: MakeArgs,
 ) -> None:
@@ -266,23 +282,47 @@ def test_p32_one_ctrl_c_ends_parent_and_child(when: str, tiny_model: Path) -> No
     assert_gone(core_pid, 60)
 
 
-def test_a_parent_that_is_killed_leaves_no_child(tiny_model: Path) -> None:
-    script = f"""
-    import time
-    from tellin.config import EngineArgs
-    from tellin.engine.llm_engine import LLMEngine
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(model={str(tiny_model)!r}, max_model_len=512, num_kv_blocks=64),
-        enable_multiprocessing=True)
-    print(engine.engine_core.core_pid, flush=True)
-    time.sleep(60)
-    """
-    process = start_script(script)
+@pytest.mark.parametrize("when", ["while loading", "idle", "busy"])
+def test_a_parent_that_is_killed_leaves_no_child(when: str, tiny_model: Path) -> None:
+    process = start_script(CTRL_C_SCRIPT.format(when=when, model=str(tiny_model)))
     assert process.stdout is not None
     core_pid = int(process.stdout.readline())
-    assert psutil.pid_exists(core_pid)
     process.kill()
-    process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
+    assert stderr == "", "the child says nothing either"
+    assert_gone(core_pid, 60)
+
+
+ASYNC_SCRIPT = """
+import asyncio, sys
+from tellin.config import EngineArgs
+from tellin.engine.async_llm import AsyncLLM
+from tellin import SamplingParams
+
+async def main():
+    args = EngineArgs(model={model!r}, max_model_len=2048, num_kv_blocks=256)
+    async with AsyncLLM.from_engine_args(args) as engine:
+        print(engine.engine_core.core_pid, flush=True)
+        while True:
+            params = SamplingParams(max_tokens=2000, ignore_eos=True)
+            async for _ in engine.generate("hello", params):
+                pass
+
+try:
+    asyncio.run(main())
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def test_p32_one_ctrl_c_ends_an_event_loop_and_child(tiny_model: Path) -> None:
+    process = start_script(ASYNC_SCRIPT.format(model=str(tiny_model)))
+    assert process.stdout is not None
+    core_pid = int(process.stdout.readline())
+    os.killpg(process.pid, signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert stderr == ""
     assert_gone(core_pid, 60)
 
 
