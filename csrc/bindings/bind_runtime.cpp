@@ -203,6 +203,16 @@ void bind_runtime(nb::module_& m) {
   nb::class_<ThreadTeam>(m, "ThreadTeam")
       .def(nb::init<int>(), "num_threads"_a)
       .def_prop_ro("num_threads", &ThreadTeam::num_threads);
+  m.def(
+      "is_finite",
+      [](int type, const Bytes& data, int64_t rows, int64_t columns) {
+        const TensorView tensor = tensor_view(type, data, rows, columns);
+        check_tensor(tensor);
+        const nb::gil_scoped_release release;
+        return is_finite(tensor, 0, rows);
+      },
+      "quant_type"_a, "data"_a, "rows"_a, "columns"_a);
+
   nb::class_<BoundProgram>(m, "Program", "A plan compiled for this machine (csrc/include/tellin/program.h).")
       .def(nb::init<const std::string&, int, int64_t, const std::string&>(), "isa"_a, "num_threads"_a,
            "block_size"_a, "kv_dtype"_a)

@@ -2,6 +2,7 @@
 #include "tellin/program.h"
 
 #include <algorithm>
+#include <atomic>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -213,12 +214,15 @@ void Program::pack_weight(int id, int64_t begin, int64_t end) {
   const int64_t first = begin / kGroupRows;
   const int64_t last = (end + kGroupRows - 1) / kGroupRows;
   const int64_t step = std::max<int64_t>(1, kPackBytes / static_cast<int64_t>(packed.group_bytes));
+  std::atomic<bool> finite{true};
   team_.parallel_for((last - first + step - 1) / step, [&](int64_t task, int) {
     const int64_t g0 = first + task * step;
     const int64_t g1 = std::min(last, g0 + step);
+    if (!is_finite(weight.source, g0 * kGroupRows, std::min(packed.n, g1 * kGroupRows))) finite.store(false);
     kernels.pack_groups(weight.source.type, weight.precision, weight.source.data, packed.n, packed.k, g0, g1,
                         target);
   });
+  if (!finite.load()) throw std::domain_error("the tensor holds NaN or infinity");
   weight.packed_rows = end;
   if (end == packed.n) weight.source.data = nullptr;
 }

@@ -13,8 +13,6 @@
 
 namespace tellin {
 
-void check_tensor(const TensorView& tensor);
-
 struct Program::Weight {
   TensorView source;
   ActPrecision precision;

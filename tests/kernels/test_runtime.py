@@ -11,12 +11,18 @@ import numpy as np
 import psutil
 import pytest
 
-from tellin.exceptions import EngineError, InvalidParameterError, UnsupportedModelError
+from tellin.exceptions import (
+    EngineError,
+    InvalidParameterError,
+    ModelLoadError,
+    UnsupportedModelError,
+)
 from tellin.kernels import _C
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.native import NativeBackend, resolve_activation_precision
 from tellin.kernels.reference import ReferenceBackend
-from tellin.loading.tensors import QuantType
+from tellin.loading.finite import is_finite
+from tellin.loading.tensors import QuantType, TensorRef
 from tellin.models import build_plan
 from tellin.models.plan import ir
 from tests.kernels.runtime_plans import Cache, float_tensor, llama_plan, random_ids
@@ -369,6 +375,38 @@ def test_a_plan_that_cannot_run_is_refused_with_its_tensor() -> None:
     ]
     with pytest.raises(UnsupportedModelError, match=r"Linear\(odd\).*63 columns"):
         make_backend(replace(plan, ops=tuple(ops)))
+
+
+@pytest.mark.parametrize("quant_type", list(QuantType))
+def test_not_finite_scales_are_found(quant_type: QuantType) -> None:
+    """P49: the same bytes matter as in loading's check, wherever they are in a block."""
+    rng = np.random.default_rng(quant_type.value)
+    size, rows = quant_type.block_size, 33
+    good = rng.integers(0, 60, rows * quant_type.block_bytes, dtype=np.uint8)
+    assert _C.is_finite(int(quant_type), good, rows, size)
+    found = 0
+    for row in (0, rows - 1):
+        for offset in range(quant_type.block_bytes - 1):
+            bad = good.copy()
+            bad[row * quant_type.block_bytes + offset :][:2] = (0x80, 0xFF)
+            finite = _C.is_finite(int(quant_type), bad, rows, size)
+            assert finite == is_finite(TensorRef("x", (rows, size), quant_type, bad)), offset
+            found += not finite
+    assert found >= 2
+
+
+@pytest.mark.parametrize("name", ["matrix", "norm", "table"])
+def test_weights_that_are_not_finite_are_refused_by_name(name: str) -> None:
+    """P49: a NaN in a matrix, a norm or an embedding table that no matrix is tied to."""
+    plan = llama_plan(num_layers=1)
+    kinds = {"matrix": ir.Linear, "norm": ir.RmsNorm, "table": ir.Embed}
+    at, op = next((i, op) for i, op in enumerate(plan.ops) if isinstance(op, kinds[name]))
+    shape = op.weight.shape  # type: ignore[union-attr]
+    values = np.full(shape, 0.5)
+    values.flat[-1] = np.nan
+    bad = replace(op, weight=float_tensor(f"the {name}", values))
+    with pytest.raises(ModelLoadError, match=rf"'the {name}' holds NaN"):
+        make_backend(replace(plan, ops=(*plan.ops[:at], bad, *plan.ops[at + 1 :])))
 
 
 def test_copy_and_size_of_cache_are_checked() -> None:

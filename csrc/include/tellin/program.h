@@ -53,6 +53,11 @@ struct LoraWeights {
   TensorView a, b;
 };
 
+// Throws std::invalid_argument unless shape, type and size agree.
+void check_tensor(const TensorView& tensor);
+// Whether rows [begin, end) hold no NaN and no infinity.
+bool is_finite(const TensorView& tensor, int64_t begin, int64_t end);
+
 // When a thread worked on a stage: from the start of its first task to the end of its last one.
 struct StageSpan {
   int64_t stage;     // index in listing()
@@ -116,6 +121,7 @@ class Program {
   int num_weights() const { return static_cast<int>(weights_.size()); }
   // Repacks rows [begin, end) of a weight into the arena with the whole team; their file pages are not needed
   // afterwards. A weight is packed from its first row to its last, in steps of whole groups of 16 rows.
+  // Throws std::domain_error if they hold NaN or infinity.
   void pack_weight(int weight, int64_t begin, int64_t end);
 
   void init_kv_cache(int64_t num_blocks);

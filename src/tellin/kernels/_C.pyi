@@ -11,6 +11,8 @@ class ThreadTeam:
     @property
     def num_threads(self) -> int: ...
 
+def is_finite(quant_type: int, data: NDArray[np.uint8], rows: int, columns: int) -> bool: ...
+
 class Program:
     """A plan compiled for this machine (csrc/include/tellin/program.h)."""
 

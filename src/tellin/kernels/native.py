@@ -20,6 +20,7 @@ import numpy.typing as npt
 from tellin.exceptions import (
     EngineError,
     InvalidParameterError,
+    ModelLoadError,
     OutOfMemoryError,
     UnsupportedModelError,
 )
@@ -71,6 +72,7 @@ class NativeBackend:
     Raises:
         InvalidParameterError: an argument has a bad value.
         UnsupportedModelError: there is no kernel for a weight or a shape of the plan.
+        ModelLoadError: a tensor holds NaN or infinity.
         OutOfMemoryError: the packed weights do not fit.
     """
 
@@ -302,6 +304,7 @@ class _Compiler:
         self.buffers: dict[int, int] = {}
         self.weights: dict[_Identity, int] = {}
         self.packed: list[tuple[int, TensorRef]] = []
+        self.tables: list[TensorRef] = []
         self.vectors: dict[tuple[int, float], int] = {}
         self.rotaries: dict[ir.RotaryTable, int] = {}
         self.op_stages: list[int] = []
@@ -321,6 +324,10 @@ class _Compiler:
         self.program.finalize(self.buffers[self.plan.output.id], hidden, self.plan.vocab_size)
         for weight, tensor in self.packed:
             self._pack(weight, tensor)
+        for table in self.tables:
+            if _identity(table) not in self.weights:  # else looked at while it was packed
+                _require_finite(table)
+                _release_pages(table.data)
 
     def _pack(self, weight: int, tensor: TensorRef) -> None:
         """Pack slice by slice, so that a large matrix is never in memory twice."""
@@ -329,7 +336,10 @@ class _Compiler:
         step = max(1, _PACK_SLICE_BYTES // (16 * row_bytes)) * 16
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
-            self.program.pack_weight(weight, begin, end)
+            try:
+                self.program.pack_weight(weight, begin, end)
+            except ValueError as error:
+                raise _damaged(tensor) from error
             _release_pages(tensor.data[begin * row_bytes : end * row_bytes])
 
     def _call(self, op: ir.Op | None, function: Callable[..., Any], *args: Any) -> Any:
@@ -361,6 +371,7 @@ class _Compiler:
             return _NONE
         key = (id(tensor), offset)
         if key not in self.vectors:
+            _require_finite(tensor)
             vector: int = self._call(op, self.program.add_vector, *_tensor(tensor), offset)
             self.vectors[key] = vector
         return self.vectors[key]
@@ -376,6 +387,7 @@ class _Compiler:
     # ---- operations --------------------------------------------------------------------------
 
     def _embed(self, op: ir.Embed) -> None:
+        self.tables.append(op.weight)
         self._call(op, self.program.embed, *_tensor(op.weight), self._buffer(op.out), op.scale)
 
     def _rms_norm(self, op: ir.RmsNorm) -> None:
@@ -462,6 +474,7 @@ class _Compiler:
         self._call(op, self.program.add_bias, self._buffer(op.x), self._vector(op, op.bias))
 
     def _add_position(self, op: ir.AddPositionEmbedding) -> None:
+        self.tables.append(op.weight)
         self._call(op, self.program.add_position, self._buffer(op.x), *_tensor(op.weight))
 
     def _gather_rows(self, op: ir.GatherRows) -> None:
@@ -499,6 +512,17 @@ def _tensor(tensor: TensorRef) -> tuple[int, npt.NDArray[np.uint8], int, int]:
     """Arguments that describe a tensor to the program: type, bytes, rows, columns."""
     columns = tensor.shape[-1]
     return int(tensor.quant_type), tensor.data, tensor.num_elements // columns, columns
+
+
+def _require_finite(tensor: TensorRef) -> None:
+    if not _C.is_finite(*_tensor(tensor)):
+        raise _damaged(tensor)
+
+
+def _damaged(tensor: TensorRef) -> ModelLoadError:
+    return ModelLoadError(
+        f"tensor {tensor.name!r} holds NaN or infinity; the file is damaged, or was badly converted"
+    )
 
 
 def _release_pages(view: npt.NDArray[np.uint8]) -> None:

@@ -1,0 +1,68 @@
+// Finds NaN and infinity in file tensors: the bits of floats and of scales tell, codes cannot be wrong.
+#include "program_state.h"
+#include "quant_blocks.h"
+
+namespace tellin {
+namespace {
+
+constexpr uint16_t kHalfExponent = 0x7c00;
+constexpr uint16_t kBfloatExponent = 0x7f80;
+
+template <uint16_t kExponent, int kStep>
+bool are_words_finite(const uint8_t* data, int64_t count) {
+  bool bad = false;
+  for (int64_t i = 0; i < count; ++i) bad |= (load_u16(data + i * kStep) & kExponent) == kExponent;
+  return !bad;
+}
+
+// The two words at `offset` of each block of kBytes, or the one.
+template <int kBytes>
+bool are_scales_finite(const uint8_t* data, int64_t num_blocks, int offset, bool has_second) {
+  return are_words_finite<kHalfExponent, kBytes>(data + offset, num_blocks) &&
+         (!has_second || are_words_finite<kHalfExponent, kBytes>(data + offset + 2, num_blocks));
+}
+
+template <QuantType T>
+bool are_blocks_finite(const uint8_t* data, int64_t num_values, int offset, bool has_second = false) {
+  constexpr BlockShape kShape = block_shape(T);
+  return are_scales_finite<kShape.bytes>(data, num_values / kShape.elements, offset, has_second);
+}
+
+}  // namespace
+
+bool is_finite(const TensorView& tensor, int64_t begin, int64_t end) {
+  const BlockShape shape = block_shape(tensor.type);
+  const uint8_t* data = tensor.data + begin * (tensor.columns / shape.elements) * shape.bytes;
+  const int64_t count = (end - begin) * tensor.columns;
+  switch (tensor.type) {
+    case QuantType::F32:  // little-endian: sign and exponent are in the upper word
+      return are_words_finite<kBfloatExponent, 4>(data + 2, count);
+    case QuantType::F16:
+      return are_words_finite<kHalfExponent, 2>(data, count);
+    case QuantType::BF16:
+      return are_words_finite<kBfloatExponent, 2>(data, count);
+    case QuantType::Q4_0:
+      return are_blocks_finite<QuantType::Q4_0>(data, count, 0);
+    case QuantType::Q4_1:
+      return are_blocks_finite<QuantType::Q4_1>(data, count, 0, true);
+    case QuantType::Q5_0:
+      return are_blocks_finite<QuantType::Q5_0>(data, count, 0);
+    case QuantType::Q5_1:
+      return are_blocks_finite<QuantType::Q5_1>(data, count, 0, true);
+    case QuantType::Q8_0:
+      return are_blocks_finite<QuantType::Q8_0>(data, count, 0);
+    case QuantType::Q2_K:
+      return are_blocks_finite<QuantType::Q2_K>(data, count, 80, true);
+    case QuantType::Q3_K:
+      return are_blocks_finite<QuantType::Q3_K>(data, count, 108);
+    case QuantType::Q4_K:
+      return are_blocks_finite<QuantType::Q4_K>(data, count, 0, true);
+    case QuantType::Q5_K:
+      return are_blocks_finite<QuantType::Q5_K>(data, count, 0, true);
+    case QuantType::Q6_K:
+      return are_blocks_finite<QuantType::Q6_K>(data, count, 208);
+  }
+  return false;
+}
+
+}  // namespace tellin
