@@ -169,6 +169,19 @@ def test_logprobs_of_forced_ids(mode: str) -> None:
     assert ids[4:6] == [31, 32]
 
 
+def test_logprob_token_ids_of_forced_ids() -> None:
+    """The ids that were asked for, also where the sampled one was forced."""
+    d = Driver(make_runner())
+    params = SamplingParams(temperature=0.0, thinking_token_budget=0, logprob_token_ids=[8, 3])
+    d.add("a", [5, 30, 6], params)
+    for forced in (31, 32):
+        output = d.step()
+        assert output.logprobs is not None
+        rows = output.logprobs[0]
+        assert rows is not None
+        assert rows.logprob_token_ids == [[forced, 8, 3]]
+
+
 def test_without_markers_a_budget_is_an_error() -> None:
     d = Driver(ModelRunner(make_config(V), FakeBackend(V)))
     d.add("a", [1], SamplingParams(thinking_token_budget=1))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from copy import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,6 +86,14 @@ def _next_match(marker: tuple[int, ...], matched: int, token_id: int) -> int:
     return 0
 
 
+@dataclass
+class ForcedRow:
+    """The id that is decided, and those whose log-probabilities are wanted (None = the best)."""
+
+    token_id: int
+    logprob_token_ids: list[int] | None
+
+
 class ThinkingBudgets:
     """The budgets of live requests.
 
@@ -132,9 +141,9 @@ class ThinkingBudgets:
         """Forget a request."""
         self._states.pop(req_id, None)
 
-    def forced_rows(self, inputs: StepInputs, batch: InputBatch) -> dict[int, int]:
-        """Sampled logits rows whose id is already decided: the id by row."""
-        forced: dict[int, int] = {}
+    def forced_rows(self, inputs: StepInputs, batch: InputBatch) -> dict[int, ForcedRow]:
+        """Sampled logits rows whose id is already decided."""
+        forced: dict[int, ForcedRow] = {}
         starts = inputs.sample_start.tolist()
         for i, row in enumerate(inputs.sample_rows.tolist()):
             state = batch.row_states[row]
@@ -145,15 +154,17 @@ class ThinkingBudgets:
             known = int(batch.num_tokens[state.slot])
             drafts = batch.token_ids[state.slot, known : known + last - first].tolist()
             ahead = copy(thinking) if drafts else thinking
+            params = state.sampling_params
+            wanted = params.logprob_token_ids if params is not None else None
             for j in range(first, last + 1):
                 if ahead.forced_id >= 0:
-                    forced[j] = ahead.forced_id
+                    forced[j] = ForcedRow(ahead.forced_id, wanted)
                 if j < last:
                     ahead.feed(drafts[j - first])
         return forced
 
     def force(
-        self, forced: dict[int, int], raw: dict[int, Float32Array], result: SampleResult
+        self, forced: dict[int, ForcedRow], raw: dict[int, Float32Array], result: SampleResult
     ) -> None:
         """Overrule what was sampled.
 
@@ -162,21 +173,22 @@ class ThinkingBudgets:
             raw: those rows of the logits as the model gave them, if log-probabilities are wanted.
             result: is changed.
         """
-        for row, token_id in forced.items():
+        for row, what in forced.items():
             if result.status[row] not in (RowStatus.OK, RowStatus.NOTHING_LEFT):
                 continue
             result.status[row] = RowStatus.OK
-            result.tokens[row] = token_id
+            result.tokens[row] = what.token_id
             if result.logprob_ids is not None:
-                self._fill_logprobs(result, row, token_id, raw[row][: self._num_ids])
+                self._fill_logprobs(result, row, what, raw[row][: self._num_ids])
 
     def _fill_logprobs(
-        self, result: SampleResult, row: int, token_id: int, logits: Float32Array
+        self, result: SampleResult, row: int, what: ForcedRow, logits: Float32Array
     ) -> None:
         """Processed values are those of a distribution that has no other id."""
         assert result.logprob_ids is not None
         assert result.logprobs is not None
         assert result.ranks is not None
+        token_id = what.token_id
         if self._mode.startswith("processed"):
             logits = np.full_like(logits, -np.inf)
             logits[token_id] = 0.0
@@ -184,9 +196,11 @@ class ThinkingBudgets:
         if self._mode.endswith("logprobs"):
             shifted = logits.astype(np.float64) - logits.max()
             values = (shifted - np.log(np.exp(shifted).sum())).astype(np.float32)
-        count = min(result.logprob_ids.shape[1] - 1, len(values))
-        best = np.argsort(-values, kind="stable")[:count]
-        columns = np.array([token_id, *best], np.int32)
+        others = what.logprob_token_ids
+        if not others:
+            count = min(result.logprob_ids.shape[1] - 1, len(values))
+            others = np.argsort(-values, kind="stable")[:count].tolist()
+        columns = np.array([token_id, *others], np.int32)
         result.logprob_ids[row, : len(columns)] = columns
         result.logprobs[row, : len(columns)] = values[columns]
         result.ranks[row] = (values >= values[token_id]).sum()
