@@ -241,7 +241,7 @@ def test_threads_get_the_results_of_lone_calls(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(120)
     assert [results[number] for number in range(6)] == expected
 
 
@@ -366,7 +366,7 @@ def test_p33_in_a_thread_and_inside_an_event_loop(smollm2_path: Path) -> None:
 
     thread = threading.Thread(target=work)
     thread.start()
-    thread.join(60)
+    thread.join(120)
     asyncio.run(main())
     assert len(results) == 2
     assert results[0] == results[1]

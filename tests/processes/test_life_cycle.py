@@ -73,7 +73,7 @@ def test_p33_in_a_thread_without_signal_handlers(mode: str, make_args: MakeArgs)
     results: list[list[int]] = []
     thread = threading.Thread(target=lambda: results.append(USES[mode](make_args(), True)))
     thread.start()
-    thread.join(60)
+    thread.join(120)
     assert results == [expected]
     assert {number: signal.getsignal(number) for number in handlers} == handlers
 

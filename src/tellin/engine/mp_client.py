@@ -81,11 +81,15 @@ class _Reply:
 
     def set_result(self, result: Any) -> None:
         self._result = result
-        self._pending.release()
+        self._open()
 
     def set_exception(self, error: Exception) -> None:
         self._error = error
-        self._pending.release()
+        self._open()
+
+    def _open(self) -> None:
+        with contextlib.suppress(RuntimeError):  # answered already, by another thread
+            self._pending.release()
 
     def wait(self) -> Any:
         while not self._pending.acquire(timeout=WAIT_SLICE_S):
