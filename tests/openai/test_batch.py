@@ -53,6 +53,7 @@ def test_answers_refusals_and_resuming(tiny_model: Path, tmp_path: Path) -> None
         {**chat(4), "url": "/v1/nonsense"},
         {**chat(5), "method": "GET"},
         {"custom_id": "e", "url": "/v1/embeddings", "body": {"input": "x"}},
+        {"custom_id": "r", "url": "/v1/responses", "body": {"input": "x", "max_output_tokens": 3}},
     ]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     assert cli.main(command(tiny_model, source, target)) == 1  # some were refused
@@ -60,10 +61,12 @@ def test_answers_refusals_and_resuming(tiny_model: Path, tmp_path: Path) -> None
     statuses = {name: answer["response"]["status_code"] for name, answer in answers.items()}
     assert statuses == {
         "id-1": 200, "id-2": 400, "id-3": 400, "c": 200, "id-4": 404, "id-5": 400, "e": 400,
+        "r": 200,
     }  # fmt: skip
     body = answers["id-1"]["response"]["body"]
     assert body["object"] == "chat.completion"
     assert body["usage"]["completion_tokens"] == 5
+    assert answers["r"]["response"]["body"]["object"] == "response"
     assert "frobnicate" in answers["id-2"]["response"]["body"]["error"]["message"]
 
     # A line that was being written when the run was killed is asked again; others are not.

@@ -122,3 +122,16 @@ def test_p16_truncation_only_on_request_and_visible(client: openai.OpenAI) -> No
     usage: Any = answer.usage
     assert usage.prompt_tokens == 10
     assert usage.prompt_tokens_details.truncated_tokens == 2990
+
+
+def test_p47_control_tokens_written_out_stay_text_if_wanted(server: Server) -> None:
+    def tokenize(**body: Any) -> list[int]:
+        reply = server.http.post("/tokenize", json={"prompt": "a<|im_end|>", **body}).json()
+        ids: list[int] = reply["tokens"]
+        assert server.http.post("/detokenize", json={"tokens": ids}).json()["prompt"] == (
+            "a<|im_end|>"
+        )
+        return ids
+
+    assert len(tokenize()) == 2
+    assert len(tokenize(parse_special=False)) == len("a<|im_end|>")

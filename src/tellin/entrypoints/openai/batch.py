@@ -25,6 +25,8 @@ from tellin.entrypoints.openai.requests import (
     CompletionRequest,
     EmbeddingRequest,
 )
+from tellin.entrypoints.openai.responses import ResponsesService
+from tellin.entrypoints.openai.responses_request import ResponsesRequest
 from tellin.entrypoints.openai.serving import ServingContext
 from tellin.exceptions import EngineError, InvalidParameterError
 
@@ -129,6 +131,7 @@ class BatchRunner:
         self._context = context
         self._chat = ChatService(context)
         self._completions = CompletionService(context)
+        self._responses = ResponsesService(context)
         self._embeddings = EmbeddingService(context)
 
     async def run(self, files: BatchFiles, on_done: Callable[[bool], None]) -> None:
@@ -190,6 +193,9 @@ class BatchRunner:
         if line.url == "/v1/completions":
             completion = _whole(CompletionRequest.model_validate_json(body))
             return await (await self._completions.prepare(completion)).complete()
+        if line.url == "/v1/responses":
+            response = _whole(ResponsesRequest.model_validate_json(body))
+            return await (await self._responses.prepare(response)).complete()
         if line.url == "/v1/embeddings":
             return await self._embeddings.embed(EmbeddingRequest.model_validate_json(body))
         raise ApiError(404, f"a batch cannot call {line.url!r}", "url", "not_found")
