@@ -25,10 +25,12 @@ from tests.models.adapters import (
     adapter_pairs,
     base_weights,
     merged,
+    smollm2_adapters,
     write_adapter,
     write_llama_folder,
 )
 
+DATA = Path(__file__).parents[1] / "data"
 PARAMS = SamplingParams(temperature=0, max_tokens=12, logprobs=2, ignore_eos=True)
 PROMPTS = [
     {"prompt_token_ids": [(i * 7 + j * 3) % 64 for j in range(5 + 13 * i)]} for i in range(6)
@@ -381,3 +383,35 @@ def test_profiles_name_the_layers_of_adapters(models: Models, tmp_path: Path) ->
     seconds = {operation["name"]: operation["seconds"] for operation in operations}
     assert seconds["lora layers.0.self_attn.q_proj/k_proj/v_proj"] > 0
     assert "lora layers.1.mlp.down_proj" in seconds
+
+
+# ---------------------------------------------------------------------- a real, quantised model
+
+
+def test_b20_adapters_on_a_quantised_gguf(smollm2_path: Path, tmp_path: Path) -> None:
+    """Values of `transformers` with merged weights (tests/data/make/make_lora.py); promise 1."""
+    with np.load(DATA / "lora.npz") as stored:
+        golden = dict(stored)
+    loras: dict[str, LoRARequest | None] = {"base": None}
+    for number, (name, pairs) in enumerate(smollm2_adapters().items(), 1):
+        path = write_adapter(tmp_path / name, pairs)
+        loras[name] = LoRARequest(name, number, str(path))
+    prompt = {"prompt_token_ids": golden["ids"].tolist()}
+    one = SamplingParams(temperature=0, max_tokens=1, logprobs=10)
+    args: dict[str, Any] = {"max_model_len": 128, "num_kv_blocks": 64, **LORA}
+    exact = {"activation_precision": "float32", "kv_cache_dtype": "float32"}
+    with LLM(smollm2_path, logprobs_mode="raw_logits", **args, **exact) as llm:
+        outputs = llm.generate([prompt] * 3, one, lora_request=list(loras.values()))
+        for name, output in zip(loras, outputs, strict=True):
+            logits = {i: entry.logprob for i, entry in output.outputs[0].logprobs[0].items()}
+            expected = dict(
+                zip(golden[f"top_ids_{name}"], golden[f"top_logits_{name}"], strict=True)
+            )
+            assert set(logits) == set(expected)
+            for token_id, value in expected.items():
+                assert logits[token_id] == pytest.approx(value, abs=2e-3)
+    with LLM(smollm2_path, **args) as llm:
+        together = results(llm.generate([prompt] * 3, PARAMS, lora_request=list(loras.values())))
+        for lora, expected_result in zip(loras.values(), together, strict=True):
+            assert results(llm.generate(prompt, PARAMS, lora_request=lora)) == [expected_result]
+        assert len({str(result) for result in together}) == 3

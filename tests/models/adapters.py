@@ -22,6 +22,18 @@ from tests.models.tiny import BASE, tensor_shapes
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 SHAPE = replace(BASE, num_hidden_layers=2, max_position_embeddings=2048)
 
+SMOLLM2 = replace(
+    BASE,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=30,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    vocab_size=49_152,
+)
+"""SmolLM2-135M, as far as adapters are concerned."""
+
 Arrays = dict[str, np.ndarray]
 Pairs = dict[str, tuple[np.ndarray, np.ndarray]]
 
@@ -124,3 +136,11 @@ def merged(arrays: Arrays, pairs: Pairs, alpha: float | None = None, rs: bool = 
         product = scale * (b.astype(np.float64) @ a.astype(np.float64))
         result[f"{layer}.weight"] = (arrays[f"{layer}.weight"] + product).astype(np.float32)
     return result
+
+
+def smollm2_adapters() -> dict[str, Pairs]:
+    """Two adapters of SmolLM2 that change its mind: one of all layers, one of q and v."""
+    return {
+        "all": adapter_pairs(4, 1, hparams=SMOLLM2, size=0.05),
+        "qv": adapter_pairs(8, 2, ("q_proj", "v_proj"), SMOLLM2, size=0.5),
+    }
