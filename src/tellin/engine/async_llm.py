@@ -44,7 +44,7 @@ from tellin.exceptions import (
 from tellin.metrics import IterationStats, Metric
 from tellin.outputs import PoolingRequestOutput, RequestOutput
 from tellin.protocol import EngineCoreRequest, EngineCoreSnapshot, LoRARequest
-from tellin.sampling_params import PoolingParams, SamplingParams
+from tellin.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("tellin.engine")
 
@@ -177,6 +177,8 @@ class AsyncLLM:
             EngineOverloadedError: the admission queue is full.
             EngineDeadError, EngineClosedError: there is no engine any more.
         """
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            await self._check_constraint(params.structured_outputs)
         self._check_alive()
         self._check_capacity(params.n if isinstance(params, SamplingParams) else 1)
         pools = isinstance(params, PoolingParams)
@@ -205,6 +207,22 @@ class AsyncLLM:
             request, rendered.get("prompt"), collector, rendered.get("num_truncated_tokens", 0)
         )
         return internal_id, collector
+
+    async def _check_constraint(self, constraint: StructuredOutputsParams) -> None:
+        """Judge a grammar in a thread: a large one must not hold up the streams of others.
+
+        The verdict is kept: the admission gate, which asks again, has it at once.
+        """
+        from tellin.grammar_validation import validate_structured_outputs
+
+        self._check_alive()
+        if not self.config.model_config.skip_tokenizer_init:
+            config = self.config.structured_outputs_config
+            await asyncio.to_thread(
+                validate_structured_outputs,
+                constraint,
+                disable_any_whitespace=config.disable_any_whitespace,
+            )
 
     async def _send(
         self,
