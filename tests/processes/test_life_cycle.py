@@ -129,6 +129,44 @@ def test_5_6_thousands_of_unread_streams_take_bounded_memory(make_args: MakeArgs
     asyncio.run(main())
 
 
+@pytest.mark.slow
+def test_5_6_two_thousand_readers_and_a_slow_one(make_args: MakeArgs) -> None:
+    """All read at the same time through the process boundary; one takes its time for each delta."""
+    num_streams, num_tokens = 2000, 40
+    params = SamplingParams(
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA
+    )
+
+    async def main() -> None:
+        args = make_args(max_num_seqs=256, num_kv_blocks=2048, disable_log_stats=False)
+        async with AsyncLLM.from_engine_args(args) as engine:
+            process = psutil.Process()
+            before = process.memory_info().rss
+            largest = 0
+            ended: list[int] = []
+
+            async def read(i: int) -> list[int]:
+                nonlocal largest
+                ids: list[int] = []
+                async for output in engine.generate(f"hello {i % 10}", params):
+                    ids += output.outputs[0].token_ids
+                    if i == 0:
+                        largest = max(largest, process.memory_info().rss)
+                        await asyncio.sleep(0.5)
+                ended.append(i)
+                return ids
+
+            results = await asyncio.gather(*(read(i) for i in range(num_streams)))
+            per_stream = (largest - before) / num_streams
+            print(f"{per_stream / 1e3:.1f} kB for each of {num_streams} streams")
+            assert per_stream < 60e3
+            assert all(len(ids) == num_tokens for ids in results)
+            assert all(ids == results[i % 10] for i, ids in enumerate(results))
+            assert ended.index(0) > 0, "others ended before the slow one"
+
+    asyncio.run(main())
+
+
 def test_p35_steady_traffic_does_not_grow(make_args: MakeArgs) -> None:
     """Unique prompts with the prefix cache on, through the process boundary."""
     with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
