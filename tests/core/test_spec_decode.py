@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from tellin.config import SpeculativeConfig
+from tellin.config import EngineArgs, SpeculativeConfig
 from tellin.core.request import Request
 from tellin.core.spec_decode import RETRY_INTERVAL, SpecDecodeController, StepTimeModel
+from tellin.engine.arg_utils import _speculative_config
+from tellin.exceptions import TellinError
 from tellin.protocol import FinishReason
 from tellin.sampling_params import SamplingParams
 from tests.core.driver import Driver
@@ -407,3 +409,14 @@ def test_a_draft_model_that_does_not_pay_is_given_up(chance: float, draft_cost: 
 def test_a_good_draft_model_is_used(chance: float, draft_cost: float, gain: float) -> None:
     with_drafts, without = drafted_seconds(chance, draft_cost, 40, 128)
     assert with_drafts < without / gain
+
+
+@pytest.mark.parametrize("number", [0, 129, 2.5])
+def test_3_8_7_at_most_128_drafts(number: Any) -> None:
+    args = {"method": "ngram", "num_speculative_tokens": number}
+    with pytest.raises(TellinError, match="num_speculative_tokens"):
+        _speculative_config(EngineArgs(model="m", speculative_config=args))
+    args["num_speculative_tokens"] = 128
+    config = _speculative_config(EngineArgs(model="m", speculative_config=args))
+    assert config is not None
+    assert config.num_speculative_tokens == 128
