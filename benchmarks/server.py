@@ -77,14 +77,23 @@ def _tree(pid: int) -> list[psutil.Process]:
     return [parent, *parent.children(recursive=True)]
 
 
-async def ask_engine(engine: AsyncLLM, work: Work) -> int:
+def engine_prompt(engine: AsyncLLM, request: BenchRequest, use_chat: bool) -> Any:
+    """What a server makes of the request: the same prompt, to the token."""
+    if not use_chat:
+        return request.as_text()
+    tokenizer = engine.get_tokenizer()
+    text = tokenizer.apply_chat_template(request.as_messages(), add_generation_prompt=True)
+    return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+async def ask_engine(engine: AsyncLLM, use_chat: bool, work: Work) -> int:
     """All requests on `AsyncLLM`, streamed."""
 
     async def one(request: BenchRequest) -> int:
         params = SamplingParams(temperature=0, max_tokens=work.output_len, ignore_eos=True,
                                 output_kind=RequestOutputKind.DELTA)  # fmt: skip
         count = 0
-        async for output in engine.generate(request.as_text(), params):
+        async for output in engine.generate(engine_prompt(engine, request, use_chat), params):
             count += len(output.outputs[0].token_ids)
         return count
 
@@ -151,7 +160,9 @@ async def compare(args: argparse.Namespace) -> dict[str, Contestant]:
             servers.append(("llama-cpp-python", peer, {}))
         engine = await stack.enter_async_context(AsyncLLM.from_engine_args(engine_args))
         children = [psutil.Process(child.pid) for child in psutil.Process().children()]
-        contestants.append(Contestant("AsyncLLM", lambda w: ask_engine(engine, w), children))
+        contestants.append(
+            Contestant("AsyncLLM", lambda work: ask_engine(engine, args.chat, work), children)
+        )
         for name, command, extra in servers:
             url, process = stack.enter_context(running(command))
             client = HttpClient(url)
