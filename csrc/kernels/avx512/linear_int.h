@@ -1,7 +1,7 @@
 // AVX-512 VNNI: packed codes x quantised activations of one or two planes.
 //
-// Work is cut into chunks of 256 features of kGroups groups (16 rows each): scales are expanded once per
-// chunk, then every tile of tokens runs over the chunk with its float accumulators parked in L1 between
+// Work is cut into chunks of 256 or 512 features of kGroups groups (16 rows each): scales are expanded once
+// per chunk, then every tile of tokens runs over the chunk with its float accumulators parked in L1 between
 // chunks. So a chunk of codes is read from memory once and stays in L1 for all tokens. The first tile also
 // fetches the codes of a later chunk, so memory streams while tiles compute.
 //
@@ -15,10 +15,13 @@
 namespace tellin {
 namespace {
 
-constexpr int kChunkBlocks = 8;  // 256 features
+// Blocks of a chunk. Long chunks change tiles more rarely (8 % at 16 tokens on Zen 5), short ones stream
+// better under one or two tiles and leave L1 to the accumulators of many.
+constexpr int kShortChunk = 8;
+constexpr int kLongChunk = 16;
 constexpr int kMaxTile = 6;  // tokens of a tile: 2 x 6 integer and 2 x 6 float accumulators fill 32 registers
-constexpr int kMaxTokens = 192;     // tokens that share a pass over the weights: 24 KiB of accumulators
-constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
+constexpr int kMaxTokens = 192;      // tokens that share a pass over the weights: 24 KiB of accumulators
+constexpr int kPrefetchBlocks = 16;  // how far ahead of its use a block of codes is fetched
 
 // Codes of a later chunk that a tile fetches while it computes: bytes [begin, end) of each group.
 struct CodePrefetch {
@@ -48,9 +51,9 @@ TELLIN_INLINE void prefetch_codes(CodePrefetch& ahead, size_t group_bytes) {
 
 // Expanded scales and code sums of one chunk, [sum][group][16].
 struct ChunkScales {
-  alignas(64) float scale[2 * kChunkBlocks][2][kRows];
-  alignas(64) float minimum[2 * kChunkBlocks][2][kRows];
-  alignas(64) int32_t code_pair[2 * kChunkBlocks][2][kRows];  // see first_sums; for 8-bit activations
+  alignas(64) float scale[2 * kLongChunk][2][kRows];
+  alignas(64) float minimum[2 * kLongChunk][2][kRows];
+  alignas(64) int32_t code_pair[2 * kLongChunk][2][kRows];  // see first_sums; for 8-bit activations
 };
 
 // One 32-feature block: acc[group][token] += scaled integer sums (and minima).
@@ -174,18 +177,22 @@ struct IntProblem {
 template <QuantType T, class Act, int kGroups>
 void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const uint8_t* after) {
   constexpr PackedFormat kFormat = format_of(T);
-  constexpr int kChunkSupers = kChunkBlocks / kFormat.blocks();
   constexpr int kSums = kFormat.per16() ? 2 : 1;
   alignas(64) float acc[kMaxTokens * kGroups * kRows];
   ChunkScales scales;
   const size_t group_bytes = p.w.group_bytes;
   const int64_t num_supers = static_cast<int64_t>(group_bytes / kFormat.super_bytes());
   const int num_tiles = (tokens + kMaxTile - 1) / kMaxTile;
+  const bool is_long = num_tiles > 2 && num_tiles <= 16;
+  const int chunk_supers = (is_long ? kLongChunk : kShortChunk) / kFormat.blocks();
+  const int num_lines = chunk_supers * kFormat.super_bytes() / 64;
+  const int tile_blocks = num_tiles * chunk_supers * kFormat.blocks();
+  const int lines_per_block = (num_lines + tile_blocks - 1) / tile_blocks;
   const uint8_t* const group = p.w.data + g0 * group_bytes;
   const uint8_t* w = group;
   const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
-  for (int64_t s0 = 0; s0 < num_supers; s0 += kChunkSupers) {
-    const int chunk = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
+  for (int64_t s0 = 0; s0 < num_supers; s0 += chunk_supers) {
+    const int chunk = static_cast<int>(num_supers - s0 < chunk_supers ? num_supers - s0 : chunk_supers);
     for (int g = 0; g < kGroups; ++g) {
       for (int s = 0; s < chunk; ++s) {
         const int first = s * kFormat.blocks() * kSums;
@@ -193,15 +200,13 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
                          scales.minimum[first][g]);
       }
     }
-    const int64_t next = s0 + kPrefetchChunks * kChunkSupers;
+    const int64_t next = s0 + kPrefetchBlocks / kFormat.blocks();
     const uint8_t* fetch = next < num_supers ? group + next * kFormat.super_bytes()
                                              : after + (next - num_supers) * kFormat.super_bytes();
-    constexpr int kLines = kChunkSupers * kFormat.super_bytes() / 64;
-    const int lines_per_block = (kLines + num_tiles * kChunkBlocks - 1) / (num_tiles * kChunkBlocks);
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
-      const CodePrefetch ahead = {fetch + 64 * (kLines * i / num_tiles),
-                                  fetch + 64 * (kLines * (i + 1) / num_tiles), lines_per_block,
+      const CodePrefetch ahead = {fetch + 64 * (num_lines * i / num_tiles),
+                                  fetch + 64 * (num_lines * (i + 1) / num_tiles), lines_per_block,
                                   num_tiles == 1};
       const auto run = i == 0 ? run_tile_of<T, Act, true, kGroups> : run_tile_of<T, Act, false, kGroups>;
       run(t1 - t0, w, ahead, group_bytes, chunk, x + t0 * p.x.row_bytes, p.x.row_bytes, &scales, s0 == 0,
