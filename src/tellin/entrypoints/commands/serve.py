@@ -97,6 +97,14 @@ def _add_network_arguments(group: argparse._ArgumentGroup) -> None:
         help="web origin that browsers may call from, * = any (repeatable; default: none)",
     )
     group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name in the Host header to answer to, * = any (repeatable; default: any, but on "
+        "loopback without keys only names that no web page can have)",
+    )
+    group.add_argument(
         "--no-page", action="store_true", help="without the page at / and the /engine paths"
     )
     group.add_argument(
@@ -243,6 +251,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         enable_admin=args.enable_admin,
         admin_key=admin_key,
         allowed_origins=tuple(args.allowed_origin),
+        allowed_hosts=tuple(args.allowed_host),
         max_body_bytes=args.max_body_mb << 20,
         request_timeout_s=args.request_timeout or None,
         drain_timeout_s=args.drain_timeout,

@@ -1,4 +1,4 @@
-"""What every request passes: an id and a line in the log, keys, the limit of the body.
+"""What every request passes: an id and a line in the log, host, keys, the limit of the body.
 
 Plain ASGI, so that a stream costs nothing per event. Logs hold no text of prompts or answers, and
 no keys.
@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tellin.entrypoints.openai.errors import ApiError, to_api_error
+from tellin.entrypoints.openai.hosts import host_check
 from tellin.entrypoints.openai.http import CLIENT_CLOSED_REQUEST, error_reply
 from tellin.entrypoints.openai.http_metrics import HttpMetrics
 from tellin.entrypoints.openai.server_config import ServerConfig
@@ -96,13 +97,14 @@ class RequestLog:
 
 
 class Gate:
-    """Refuses requests without a key, and bodies that are too large."""
+    """Refuses requests to a strange host, without a key, and bodies that are too large."""
 
     def __init__(
         self, app: ASGIApp, config: ServerConfig, open_paths: frozenset[str] = OPEN_PATHS
     ) -> None:
         self._app = app
         self._open_paths = open_paths
+        self._is_our_host = host_check(config)
         self._api_keys = _digests(config.api_keys)
         self._admin_keys = _digests(() if config.admin_key is None else (config.admin_key,))
         self._max_body_bytes = config.max_body_bytes
@@ -133,6 +135,14 @@ class Gate:
         await self._app(scope, receive_limited, send)
 
     def _refusal(self, path: str, headers: Headers) -> ApiError | None:
+        host = headers.get("host", "")
+        if path not in OPEN_PATHS and not self._is_our_host(host):
+            return ApiError(
+                403,
+                f"this server does not answer to the host {host!r:.100}; if it should, start it "
+                "with --allowed-host NAME (a web page may have pointed its own name here)",
+                code="host_not_allowed",
+            )
         if not self._has_key(path, headers.get("authorization", "")):
             return ApiError(
                 401,

@@ -50,6 +50,9 @@ class ServerConfig:
     """Name and path of LoRA adapters that are loaded at the start."""
     enable_page: bool = True
     """Whether ``/`` and ``/engine`` are there, for people who look."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in ``Host`` that are answered, ``*`` = any. Empty = any, but for a server on loopback
+    without keys: see `tellin.entrypoints.openai.hosts`."""
 
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
