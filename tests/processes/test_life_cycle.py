@@ -90,6 +90,43 @@ def test_p33_inside_a_running_loop(make_args: MakeArgs) -> None:
     asyncio.run(cell())
 
 
+@pytest.mark.parametrize("multiprocess", [True, False])
+@pytest.mark.parametrize(
+    ("grace_s", "max_tokens", "reason"),
+    [(0.0, 16_000, "abort"), (60.0, 300, "length"), (0.3, 16_000, "abort")],
+    ids=["at once", "drained", "out of time"],
+)
+def test_cor_91_93_shutdown_aborts_or_drains(
+    multiprocess: bool, grace_s: float, max_tokens: int, reason: str, make_args: MakeArgs
+) -> None:
+    """A live request has a last output, whatever time it is given; the core is not killed."""
+
+    async def main() -> None:
+        args = make_args(shutdown_timeout_s=grace_s, max_model_len=20_000, num_kv_blocks=1300)
+        engine = AsyncLLM.from_engine_args(args, multiprocess_mode=multiprocess)
+        begun = asyncio.Event()
+
+        async def read() -> Any:
+            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+            last = None
+            async for last in engine.generate("hello", params):  # noqa: B007
+                begun.set()
+            return last
+
+        reader = asyncio.create_task(read())
+        await begun.wait()
+        await asyncio.to_thread(engine.shutdown)
+        output = await reader
+        assert output.finished
+        assert output.outputs[0].finish_reason == reason
+        assert output.outputs[0].token_ids
+        if multiprocess:
+            process = engine.engine_core._resources.process  # type: ignore[attr-defined]
+            assert process.exit_code == 0
+
+    asyncio.run(main())
+
+
 def test_5_6_thousands_of_unread_streams_take_bounded_memory(make_args: MakeArgs) -> None:
     """Nobody reads while the engine generates: each stream holds one merged output, all of it."""
     num_streams, num_tokens = 2000, 12

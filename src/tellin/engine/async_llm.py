@@ -544,8 +544,11 @@ class AsyncLLM:
         self._is_closed = True
         self.renderer.shutdown()
         self.engine_core.shutdown(timeout)
-        self.output_processor.propagate_error(EngineClosedError("the engine has been shut down"))
-        self._handler.stop()
+        if not self._handler.ends_by_itself():
+            self.output_processor.propagate_error(
+                EngineClosedError("the engine has been shut down")
+            )
+            self._handler.stop()
         self._finalizer()
 
     async def __aenter__(self) -> AsyncLLM:

@@ -7,6 +7,7 @@ of requests.
 from __future__ import annotations
 
 import logging
+import math
 import pickle
 import signal
 import subprocess
@@ -20,6 +21,8 @@ from tellin.core.core_proc import StartMessage
 from tellin.exceptions import EngineStartError
 
 logger = logging.getLogger("tellin.engine")
+
+_SLICE_S = 0.1
 
 
 class CoreProcess:
@@ -55,9 +58,7 @@ class CoreProcess:
         """SIGTERM, wait up to ``timeout_s`` seconds, then kill the whole tree. Idempotent."""
         if self._process.poll() is None:
             self._process.terminate()
-            try:
-                self._process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
+            if not self._ends_within(timeout_s):
                 _kill_tree(self._process.pid)
                 self._process.wait()
         if self._process.stdin is not None:
@@ -65,6 +66,16 @@ class CoreProcess:
                 self._process.stdin.close()
             except BrokenPipeError:
                 pass
+
+    def _ends_within(self, timeout_s: float) -> bool:
+        """Wait for the child, in slices: time for which both were stopped does not count."""
+        for _ in range(max(1, math.ceil(timeout_s / _SLICE_S))):
+            try:
+                self._process.wait(_SLICE_S)
+            except subprocess.TimeoutExpired:
+                continue
+            return True
+        return False
 
 
 def _start_child(payload: bytes, title: str) -> subprocess.Popen[bytes]:

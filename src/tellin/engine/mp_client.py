@@ -141,10 +141,10 @@ class _Resources:
             # Its last outputs are still received: it does not end before they are gone.
             self.process.stop(self.timeout_s)
         self.process_ended = True
-        self.fail(EngineClosedError("the engine has been shut down"))
         thread = self.output_thread
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(timeout=5)
+        self.fail(EngineClosedError("the engine has been shut down"))
         with self.send_lock:
             if self.input_socket is not None:
                 self.input_socket.close(linger=0)
@@ -332,8 +332,11 @@ def _receive_outputs(
     """Output thread: must not hold the client, or it would never be collected."""
     decoder: Decoder[EngineCoreOutputs] = Decoder(EngineCoreOutputs, allow_insecure)
     try:
-        while not resources.process_ended:
+        while True:
+            has_ended = resources.process_ended  # asked first: what it sent is on its way by then
             if not socket.poll(timeout=100):
+                if has_ended:
+                    break
                 if resources.exit_error is not None:
                     resources.fail(resources.exit_error)
                     break

@@ -60,6 +60,11 @@ class OutputHandler:
         if self.error is not None:
             raise self.error
 
+    def ends_by_itself(self) -> bool:
+        """Whether the task runs: then it hands out the core's last outputs before it ends."""
+        task = self._task
+        return task is not None and not task.done() and task.get_loop().is_running()
+
     def stop(self) -> None:
         """Cancel the task, from any thread."""
         task, self._task = self._task, None
