@@ -12,10 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tellin.config import EngineArgs, EngineConfig
+    from tellin.engine.async_llm import AsyncLLM
     from tellin.engine.llm_engine import LLMEngine
     from tellin.entrypoints.llm import LLM
     from tellin.exceptions import TellinError
-    from tellin.outputs import CompletionOutput, Logprob, PoolingRequestOutput, RequestOutput
+    from tellin.outputs import (
+        BeamSearchOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingRequestOutput,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
     from tellin.protocol import LoRARequest
     from tellin.sampling_params import (
         BeamSearchParams,
@@ -30,13 +39,17 @@ logging.getLogger("tellin").addHandler(logging.NullHandler())
 _MODULE_OF = {
     "LLM": "tellin.entrypoints.llm",
     "LLMEngine": "tellin.engine.llm_engine",
+    "AsyncLLM": "tellin.engine.async_llm",
     "EngineArgs": "tellin.config",
     "EngineConfig": "tellin.config",
     "TellinError": "tellin.exceptions",
+    "BeamSearchOutput": "tellin.outputs",
     "CompletionOutput": "tellin.outputs",
+    "EmbeddingRequestOutput": "tellin.outputs",
     "Logprob": "tellin.outputs",
     "PoolingRequestOutput": "tellin.outputs",
     "RequestOutput": "tellin.outputs",
+    "ScoringRequestOutput": "tellin.outputs",
     "LoRARequest": "tellin.protocol",
     "BeamSearchParams": "tellin.sampling_params",
     "PoolingParams": "tellin.sampling_params",
@@ -47,8 +60,11 @@ _MODULE_OF = {
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
+    "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",
@@ -59,6 +75,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TellinError",
     "__version__",
