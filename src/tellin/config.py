@@ -357,7 +357,7 @@ class EngineArgs:
         for name, value in values.items():
             if name in known:
                 accepted[name] = value
-            elif name not in ENGINE_ARGS_WITHOUT_EFFECT:
+            elif name not in ENGINE_ARGS_WITHOUT_EFFECT and not _asks_for_nothing(name, value):
                 _raise_unknown_engine_arg(name, value, known)
         return cls(**accepted)
 
@@ -367,9 +367,17 @@ ENGINE_ARG_ALIASES = {
     "num_gpu_blocks_override": "num_kv_blocks",
 }
 
-ENGINE_ARGS_WITHOUT_EFFECT = frozenset({"enforce_eager", "trust_remote_code"})
-"""Names from vLLM that need nothing here: there are no captured graphs, and a model's code is
-never run, whatever the value."""
+ENGINE_ARGS_WITHOUT_EFFECT = frozenset(
+    {
+        "disable_custom_all_reduce",
+        "enable_sleep_mode",
+        "enforce_eager",
+        "max_seq_len_to_capture",
+        "trust_remote_code",
+    }
+)
+"""Names from vLLM that need nothing here: there are no captured graphs and no ranks that reduce, an
+engine can always sleep, and a model's code is never run, whatever the value."""
 
 _UNSUPPORTED_ENGINE_ARGS = {
     "fully_sharded_loras": "one process uses all cores",
@@ -386,7 +394,38 @@ _UNSUPPORTED_ENGINE_ARGS = {
     "limit_mm_per_prompt": "multimodal prompts are not supported",
     "mm_processor_kwargs": "multimodal prompts are not supported",
     "compilation_config": "nothing is compiled at run time",
+    "attention_backend": "there is one, chosen for the processor; TELLIN_ISA forces its variant",
+    "convert": "say what the model is to do with runner",
+    "device": "kernels run on the processor",
+    "download_dir": "models live in the folder that TELLIN_HOME names",
+    "guided_decoding_backend": "grammars are compiled by llguidance",
+    "load_format": "the file says what it is",
+    "task": "say what the model is to do with runner: generate, pooling or both",
 }
+"""Names from vLLM for what this engine does not do, and why or what else to write."""
+
+_NEUTRAL_ENGINE_ARGS: Mapping[str, tuple[Any, ...]] = {
+    "compilation_config": ({},),
+    "convert": ("auto",),
+    "cpu_offload_gb": (0,),
+    "device": ("auto", "cpu"),
+    "fully_sharded_loras": (False,),
+    "hf_overrides": ({},),
+    "limit_mm_per_prompt": ({},),
+    "load_format": ("auto",),
+    "mm_processor_kwargs": ({},),
+    "reasoning_parser": ("",),
+    "swap_space": (0,),
+    "task": ("auto",),
+    "tokenizer_mode": ("auto",),
+}
+"""Values of those names that ask for what happens anyway; None always does."""
+
+
+def _asks_for_nothing(name: str, value: Any) -> bool:
+    if name not in _UNSUPPORTED_ENGINE_ARGS:
+        return False
+    return value is None or value in _NEUTRAL_ENGINE_ARGS.get(name, ())
 
 
 def _raise_unknown_engine_arg(name: str, value: Any, known: set[str]) -> NoReturn:

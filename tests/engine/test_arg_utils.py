@@ -83,7 +83,32 @@ def test_unknown_names_are_refused_with_a_hint() -> None:
         create(max_model_length=5)
     with pytest.raises(UnsupportedFeatureError, match="quantization='awq'"):
         create(quantization="awq")
-    create(enforce_eager=True, trust_remote_code=True)
+    create(enforce_eager=True, trust_remote_code=True, enable_sleep_mode=True)
+
+
+def test_names_of_vllm_with_values_that_ask_for_nothing_are_accepted() -> None:
+    create(quantization=None, revision=None, swap_space=0, tokenizer_mode="auto", device="cpu")
+    create(load_format="auto", task="auto", hf_overrides={}, cpu_offload_gb=0.0)
+    for name, bad, hint in (
+        ("swap_space", 4, "recomputed"),
+        ("task", "embed", "runner"),
+        ("device", "cuda", "processor"),
+        ("download_dir", "/tmp", "TELLIN_HOME"),
+    ):
+        with pytest.raises(UnsupportedFeatureError, match=f"{name}=.*{hint}"):
+            create(**{name: bad})
+
+
+def test_the_tokenizer_may_be_named_as_models_are(tmp_path: Path) -> None:
+    assert create(tokenizer="smollm2").model_config.tokenizer_path == Path("/models/m.gguf")
+    assert create(tokenizer=tmp_path).model_config.tokenizer_path == tmp_path
+    assert create().model_config.tokenizer_path is None
+
+
+def test_a_grammar_backend_that_is_not_there_is_refused() -> None:
+    create(structured_outputs_config={"backend": "auto"})
+    with pytest.raises(UnsupportedFeatureError, match=r"backend='xgrammar'.*llguidance"):
+        create(structured_outputs_config={"backend": "xgrammar"})
 
 
 @pytest.mark.parametrize(

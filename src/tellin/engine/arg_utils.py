@@ -78,7 +78,7 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
         )
     path = resolve_model(str(args.model), settings, download=args.download)
     metadata = open_metadata(path)
-    model_config = _model_config(args, path, metadata)
+    model_config = _model_config(args, path, metadata, _tokenizer_path(args, settings))
     whole_prompts = _pools_whole_prompts(metadata, model_config)
     cache_config = _cache_config(args, whole_prompts)
     return EngineConfig(
@@ -127,7 +127,21 @@ def load_engine_tokenizer(config: EngineConfig) -> ChatTokenizer | None:
 # ---------------------------------------------------------------------- parts
 
 
-def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> ModelConfig:
+def _tokenizer_path(args: EngineArgs, settings: Settings) -> Path | None:
+    """Where the tokenizer is: a file or folder, or a model that has it, named as models are."""
+    from tellin.loading import resolve_model
+
+    if args.tokenizer is None:
+        return None
+    path = Path(args.tokenizer)
+    if path.exists():  # a folder with a tokenizer need not be a model
+        return path
+    return resolve_model(args.tokenizer, settings, download=args.download)
+
+
+def _model_config(
+    args: EngineArgs, path: Path, metadata: ModelMetadata, tokenizer_path: Path | None
+) -> ModelConfig:
     _check_choice("runner", args.runner, ("auto", "generate", "pooling", "both"))
     _check_choice("logprobs_mode", args.logprobs_mode, LOGPROBS_MODES)
     _check_choice(
@@ -191,7 +205,7 @@ def _model_config(args: EngineArgs, path: Path, metadata: ModelMetadata) -> Mode
         logits_processors=check_logits_processors(args.logits_processors),
         activation_precision=args.activation_precision,
         backend=args.backend,
-        tokenizer_path=None if args.tokenizer is None else Path(args.tokenizer),
+        tokenizer_path=tokenizer_path,
         pooler_config=pooler_config,
     )
 
@@ -378,6 +392,11 @@ def _structured_outputs_config(args: EngineArgs) -> StructuredOutputsConfig:
         )
     if config is not None:
         check_bool("structured_outputs_config.enable_in_reasoning", config.enable_in_reasoning)
+        if config.backend not in ("auto", "guidance"):
+            raise UnsupportedFeatureError(
+                f"structured_outputs_config.backend={config.backend!r} is not supported: grammars "
+                "are compiled by llguidance; use 'guidance', or leave it out"
+            )
     return config or StructuredOutputsConfig()
 
 
@@ -399,7 +418,7 @@ def _reasoning_config(args: EngineArgs, path: Path, model: ModelConfig) -> Reaso
             if tokenizer is None:
                 from tellin.loading import load_tokenizer
 
-                tokenizer = load_tokenizer(Path(args.tokenizer) if args.tokenizer else path)
+                tokenizer = load_tokenizer(model.tokenizer_path or path)
             text = getattr(config, f"{name}_str")
             ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
         if not ids or not all(isinstance(i, int) and 0 <= i < model.vocab_size for i in ids):
