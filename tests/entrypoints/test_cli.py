@@ -96,6 +96,30 @@ def test_errors_are_one_line(
     assert "missing.gguf" in captured.err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("serve", "m", "--max-num-seqs", "4"), "--max-num-seqs is given as --set max_num_seqs="),
+        (("chat", "--no-enable-prefix-caching"), "--set enable_prefix_caching=false"),
+        (("serve", "--model", "m"), "the model is given without --model"),
+        (("generate", "--max_model_len=64", "x"), "it is written --max-model-len"),
+    ],
+)
+def test_engine_arguments_that_are_no_options_are_explained(
+    arguments: tuple[str, ...], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tellin(*arguments) == cli.EXIT_USAGE
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("serve", "m", "--nonsense"), ("models", "--max-num-seqs")])
+def test_other_options_are_not(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tellin(*arguments) == cli.EXIT_USAGE
+    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {arguments[-1]}\n")
+
+
 def test_bad_parameter_is_a_usage_error(
     model: EngineMaker, capsys: pytest.CaptureFixture[str]
 ) -> None:

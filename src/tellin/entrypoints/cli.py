@@ -88,7 +88,9 @@ def _run(arguments: list[str]) -> int:
     from tellin.exceptions import InvalidParameterError, TellinError
 
     try:
-        args = parser.parse_args(arguments[1:])
+        args, unknown = parser.parse_known_args(arguments[1:])
+        if unknown:
+            parser.error(_unrecognized(unknown, parser.format_usage()))
         code: int = module.run(args)
         sys.stdout.flush()
         return code
@@ -100,6 +102,33 @@ def _run(arguments: list[str]) -> int:
     except TellinError as error:
         print(f"tellin {command}: error: {error}", file=sys.stderr)
         return EXIT_ERROR
+
+
+def _unrecognized(unknown: list[str], usage: str) -> str:
+    """The message about options that a command lacks; engine arguments have another place."""
+    from dataclasses import fields
+
+    from tellin.config import EngineArgs
+
+    message = f"unrecognized arguments: {' '.join(unknown)}"
+    known = {item.name for item in fields(EngineArgs)}
+    for argument in unknown:
+        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        option = f"--{name.replace('_', '-')}"
+        if not argument.startswith("--") or name.removeprefix("no_") not in known:
+            continue
+        if f"[{option} " in usage:
+            hint = f"it is written {option}"
+        elif name == "model":
+            hint = "the model is given without --model"
+        elif "[--set " not in usage:
+            continue
+        elif name in known:
+            hint = f"{option} is given as --set {name}=VALUE"
+        else:
+            hint = f"{option} is given as --set {name.removeprefix('no_')}=false"
+        message += f"\n  {hint}"
+    return message
 
 
 def _no_command(arguments: list[str]) -> int:
