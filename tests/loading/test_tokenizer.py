@@ -36,6 +36,17 @@ def test_smollm2_ids_equal_the_original(smollm2: Tokenizer) -> None:
         assert smollm2.encode(text, add_special_tokens=False) == expected, text
 
 
+def test_names_of_the_transformers_library(smollm2: Tokenizer) -> None:
+    assert (smollm2.bos_token, smollm2.eos_token) == ("<|im_start|>", "<|im_end|>")
+    vocab = smollm2.get_vocab()
+    assert len(vocab) == smollm2.vocab_size
+    assert vocab["<|im_end|>"] == smollm2.eos_token_id
+    chat = [{"role": "user", "content": "Hi"}]
+    assert smollm2.apply_chat_template(chat, tokenize=False) == smollm2.apply_chat_template(chat)
+    with pytest.raises(InvalidParameterError, match="add_special_tokens=False"):
+        smollm2.apply_chat_template(chat, tokenize=True)
+
+
 @pytest.mark.parametrize("name", sorted(golden("pretokenizers")))
 def test_pieces_equal_the_original_patterns(name: str) -> None:
     definition = PRE_TOKENIZERS[name]

@@ -71,6 +71,20 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
     @property
+    def bos_token(self) -> str | None:
+        """The text of ``bos_token_id``."""
+        return self._token(self.bos_token_id)
+
+    @property
+    def eos_token(self) -> str | None:
+        """The text of ``eos_token_id``."""
+        return self._token(self.eos_token_id)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Id of every token in the vocabulary's writing, added ones included."""
+        return dict(self.backend.get_vocab(with_added_tokens=True))
+
+    @property
     def chat_template(self) -> str | None:
         """Jinja text of the usual chat template."""
         return self.chat_templates.get("default")
@@ -154,6 +168,7 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        tokenize: bool = False,
         **kwargs: Any,
     ) -> str:
         """The prompt of a conversation; encode it with ``add_special_tokens=False``.
@@ -165,20 +180,25 @@ class Tokenizer:
             tools: OpenAI tool definitions.
             chat_template: the name of one of the model's templates, or Jinja text; None = the
                 model's own (its ``tool_use`` template if there are tools and it has one).
+            tokenize: False; there so that calls written for the transformers library say it.
             kwargs: further variables of the template.
 
         Raises:
-            InvalidParameterError: no template, a wrong combination of arguments, or a broken one.
+            InvalidParameterError: no template, a wrong combination of arguments, a broken one, or
+                ``tokenize=True``.
             RequestError: the template refuses the conversation; the message carries its words.
         """
+        if tokenize:
+            raise InvalidParameterError(
+                "apply_chat_template makes text; for ids encode it with add_special_tokens=False",
+                parameter="tokenize",
+                value=tokenize,
+            )
         # Jinja is imported when it is needed first.
         from tellin.loading.chat_template import choose_template, compile_template
 
         text = choose_template(self.source, self.chat_templates, chat_template, tools is not None)
-        special = {
-            "bos_token": self._token(self.bos_token_id) or "",
-            "eos_token": self._token(self.eos_token_id) or "",
-        }
+        special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         return compile_template(text).render(
             messages,
             add_generation_prompt=add_generation_prompt,
