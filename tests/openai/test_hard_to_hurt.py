@@ -240,6 +240,24 @@ def test_body_limit(guarded: Server) -> None:
     assert response.json()["error"]["code"] == "body_too_large"
 
 
+@pytest.mark.parametrize("fault", ["gone", "bad chunk"])
+def test_a_body_that_breaks_off_is_no_fault_of_the_server(server: Server, fault: str) -> None:
+    """Logged and counted as 499 and not, with a traceback, as 500."""
+    request_id = f"breaks-off-{fault.replace(' ', '-')}"
+    host, port = server.url.removeprefix("http://").split(":")
+    size = "Content-Length: 100" if fault == "gone" else "Transfer-Encoding: chunked"
+    head = (
+        f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"X-Request-Id: {request_id}\r\n{size}\r\n\r\n"
+    )
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as sock:
+        sock.sendall(head.encode() + (b"{" if fault == "gone" else b"no number\r\n"))
+    wait_until(lambda: any(f"{request_id} POST" in line for line in server.log))
+    lines = [line for line in server.log if request_id in line]
+    assert len(lines) == 1, lines
+    assert f"{request_id} POST {TEXT} 499 " in lines[0]
+
+
 def test_deadline(serve: Serve) -> None:
     with serve(*SLOW, "--request-timeout", "0.5", "--in-process") as running:
         response = running.http.post(TEXT, json=ENDLESS)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 from pydantic import BaseModel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -57,6 +57,8 @@ def body_reader(model: type[Model], timeout_s: float) -> Callable[[Request], Awa
                 body = await request.body()
         except TimeoutError:
             raise ApiError(408, f"the body did not arrive within {timeout_s:g} s") from None
+        except ClientDisconnect:
+            raise ApiError(CLIENT_CLOSED_REQUEST, "the client went while it sent") from None
         return model.model_validate_json(body)
 
     return read
