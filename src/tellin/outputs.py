@@ -268,6 +268,9 @@ def _vector(base: PoolingOutput, what: str) -> list[float]:
 class EmbeddingOutput:
     embedding: list[float]
 
+    def __repr__(self) -> str:
+        return f"EmbeddingOutput(hidden_size={self.hidden_size})"
+
     @property
     def hidden_size(self) -> int:
         return len(self.embedding)

@@ -84,18 +84,23 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
     def _check_value(self, name: str) -> None:
         value = getattr(self, name)
         parameter = f"structured_outputs.{name}"
+        expected = "a string"
         if name == "json":
             right_type: bool = isinstance(value, str | dict)
+            expected = "a JSON schema, as a dict or as text (of a pydantic model: its "
+            expected += "model_json_schema())"
         elif name == "choice":
             self.choice = check_str_list(parameter, value)
             right_type = not isinstance(value, str)
+            expected = "a list of strings"
         elif name == "json_object":
             right_type = isinstance(value, bool)
+            expected = "a bool"
         else:
             right_type = isinstance(value, str)
         if not right_type:
             raise InvalidTypeError(
-                f"{parameter} has the wrong type: {type(value).__name__}",
+                f"{parameter} must be {expected}, got {value!r:.80}",
                 parameter=parameter,
                 value=value,
             )

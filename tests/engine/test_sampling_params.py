@@ -11,7 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from tellin.exceptions import InvalidParameterError, RequestError, TellinError
+from tellin.exceptions import (
+    InvalidParameterError,
+    InvalidTypeError,
+    RequestError,
+    TellinError,
+)
+from tellin.outputs import EmbeddingOutput
 from tellin.sampling_params import (
     BeamSearchParams,
     PoolingParams,
@@ -298,3 +304,19 @@ def test_beam_and_pooling_params() -> None:
         PoolingParams(output_kind=RequestOutputKind.DELTA)
     with pytest.raises(InvalidParameterError, match="dimensions"):
         PoolingParams(dimensions=0)
+
+
+def test_structured_outputs_of_a_wrong_type_say_what_is_expected() -> None:
+    for kind, bad, expected in (
+        ("json", SamplingParams, "a JSON schema.*model_json_schema.*got <class"),
+        ("regex", 5, "a string, got 5"),
+        ("json_object", "yes", "a bool, got 'yes'"),
+    ):
+        with pytest.raises(
+            InvalidTypeError, match=rf"structured_outputs\.{kind} must be {expected}"
+        ):
+            SamplingParams(structured_outputs=StructuredOutputsParams(**{kind: bad}))
+
+
+def test_an_embedding_prints_its_size_only() -> None:
+    assert repr(EmbeddingOutput([0.5] * 384)) == "EmbeddingOutput(hidden_size=384)"
