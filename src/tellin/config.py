@@ -369,6 +369,7 @@ ENGINE_ARG_ALIASES = {
 
 ENGINE_ARGS_WITHOUT_EFFECT = frozenset(
     {
+        "async_scheduling",
         "disable_custom_all_reduce",
         "enable_sleep_mode",
         "enforce_eager",
@@ -376,8 +377,9 @@ ENGINE_ARGS_WITHOUT_EFFECT = frozenset(
         "trust_remote_code",
     }
 )
-"""Names from vLLM that need nothing here: there are no captured graphs and no ranks that reduce, an
-engine can always sleep, and a model's code is never run, whatever the value."""
+"""Names from vLLM that need nothing here, whatever the value: there are no captured graphs, no
+ranks that reduce and no device to run ahead of, an engine can always sleep, and a model's code is
+never run."""
 
 _UNSUPPORTED_ENGINE_ARGS = {
     "fully_sharded_loras": "one process uses all cores",

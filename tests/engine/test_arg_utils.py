@@ -84,6 +84,7 @@ def test_unknown_names_are_refused_with_a_hint() -> None:
     with pytest.raises(UnsupportedFeatureError, match="quantization='awq'"):
         create(quantization="awq")
     create(enforce_eager=True, trust_remote_code=True, enable_sleep_mode=True)
+    create(async_scheduling=True)
 
 
 def test_names_of_vllm_with_values_that_ask_for_nothing_are_accepted() -> None:
