@@ -16,7 +16,7 @@ namespace tellin {
 namespace {
 
 // Blocks of a chunk. On Zen 5 long chunks are 5 % faster for 13 to 24 tokens, 3 % slower from 32 on, and for
-// fewer tokens short ones stream better.
+// fewer tokens, and where the last chunk would be a short one, they stream worse.
 constexpr int kShortChunk = 8;
 constexpr int kLongChunk = 16;
 constexpr int kMaxTile = 6;  // tokens of a tile: 2 x 6 integer and 2 x 6 float accumulators fill 32 registers
@@ -183,7 +183,8 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
   const size_t group_bytes = p.w.group_bytes;
   const int64_t num_supers = static_cast<int64_t>(group_bytes / kFormat.super_bytes());
   const int num_tiles = (tokens + kMaxTile - 1) / kMaxTile;
-  const bool is_long = num_tiles == 3 || num_tiles == 4;
+  const bool is_long =
+      (num_tiles == 3 || num_tiles == 4) && num_supers % (kLongChunk / kFormat.blocks()) == 0;
   const int chunk_supers = (is_long ? kLongChunk : kShortChunk) / kFormat.blocks();
   const int num_lines = chunk_supers * kFormat.super_bytes() / 64;
   const int tile_blocks = num_tiles * chunk_supers * kFormat.blocks();
