@@ -61,6 +61,9 @@ class CountingGrammar:
     def error(self) -> str:
         return self.reason
 
+    def is_beyond_limits(self) -> bool:
+        return "limit" in self.reason
+
 
 class FakeBackend:
     """Compiles ``regex="<length>"``; waits for ``gate`` first."""
@@ -456,9 +459,15 @@ def test_real_errors_reach_their_request() -> None:
     engine = Engine()
     engine.add("bad", regex="(")
     engine.add("endless", json={"$ref": "#"})
+    engine.add("huge", regex="(a|aa|aaa){3000}")
     engine.add("good", choice=["ab"])
     run(engine.driver)
-    for request_id, reason in (("bad", "unclosed group"), ("endless", "refers to itself")):
+    reasons = {
+        "bad": "unclosed group",
+        "endless": "refers to itself",
+        "huge": "the grammar could not be followed: lexer error: too many expressions",
+    }
+    for request_id, reason in reasons.items():
         assert reason in str(engine.driver.last[request_id].error)
         assert engine.driver.last[request_id].error_is_client_fault
     assert engine.text("good") == "ab"

@@ -112,9 +112,12 @@ class StepResults:
         scheduler, request_id = self._scheduler, request.request_id
         request.num_nans_in_logits = model_output.num_nans_in_logits.get(request_id, 0)
         token_ids = model_output.sampled_token_ids[index]
-        error = model_output.errors.get(request_id) or _grammar_failure(request)
+        grammar_failure = _grammar_failure(request)
+        error = model_output.errors.get(request_id) or grammar_failure
         if error:
-            request.error_is_client_fault = request_id in model_output.client_errors
+            request.error_is_client_fault = (
+                request_id in model_output.client_errors or error == grammar_failure
+            )
             self._fail(request, error)
             token_ids = []
         else:
@@ -164,7 +167,11 @@ class StepResults:
             kept = append_until_stop(request, accepted)
             refused = not completed and len(accepted) < len(token_ids)
         if refused:
-            self._fail(request, f"the output does not match its grammar: {structured.error}")
+            request.error_is_client_fault = structured.error_is_client_fault
+            what = "the output does not match its grammar"
+            if structured.error_is_client_fault:
+                what = "the grammar could not be followed"
+            self._fail(request, f"{what}: {structured.error}")
         elif completed and request.status is _RUNNING:
             request.status = RequestStatus.FINISHED_STOPPED
         return kept

@@ -50,6 +50,9 @@ class Grammar(Protocol):
     def error(self) -> str:
         """Why an id was refused, or empty."""
 
+    def is_beyond_limits(self) -> bool:
+        """Whether it took more time or memory than a constraint may: the client's fault."""
+
 
 class StructuredOutputBackend(Protocol):
     """Compiles grammars for one vocabulary."""
@@ -126,6 +129,7 @@ class StructuredOutputRequest:
         if not token_ids or self.grammar.accept_tokens(token_ids):
             return True
         self.error = self.grammar.error() or f"one of the ids {list(token_ids)} is not allowed"
+        self.error_is_client_fault = self.grammar.is_beyond_limits()
         return False
 
     def accept_until_complete(self, token_ids: list[int]) -> tuple[list[int], bool]:

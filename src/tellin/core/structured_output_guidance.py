@@ -128,6 +128,7 @@ class GuidanceGrammar:
         self._eos_ids = eos_ids
         self._error = ""
         self._ended = False
+        self._is_too_slow = False
         self._seconds = 0.0
         self._num_tokens = 0
 
@@ -174,6 +175,7 @@ class GuidanceGrammar:
         self._seconds += time.thread_time() - started
         self._num_tokens += num_tokens
         if self._seconds > MAX_SECONDS + MAX_SECONDS_PER_TOKEN * self._num_tokens:
+            self._is_too_slow = True
             self._error = self._error or (
                 f"it takes too long: {self._seconds:.2f} s for {self._num_tokens} tokens; make the "
                 "grammar less ambiguous"
@@ -182,6 +184,11 @@ class GuidanceGrammar:
     def is_terminated(self) -> bool:
         """Whether only the end of the sequence may follow, or has come."""
         return self._ended or bool(self.matcher.is_stopped())
+
+    def is_beyond_limits(self) -> bool:
+        """Whether the constraint is too much, for `llguidance` or in time; an id that is not
+        allowed is no such error."""
+        return self._is_too_slow or bool(self.matcher.is_error())
 
     def error(self) -> str:
         """What is wrong with the state; empty while all is well."""
