@@ -22,6 +22,10 @@ UNSUITABLE = {
     "test_free_kv_cache_gives_memory_back",  # measures a memory that the sanitizer shares
     "test_other_python_threads_run_during_a_step",  # about time, and minutes of it
 }
+UNSUITABLE_FOR_THREAD = {
+    "test_affinity_limits_the_team_and_is_kept",  # counts threads: the sanitizer has one
+    "test_a_forked_child_has_threads_of_its_own",  # the sanitizer loses count of threads in a fork
+}
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 
 
@@ -74,13 +78,14 @@ def environment(sanitizers: str) -> dict[str, str]:
 class Sample:
     """Pytest plugin: keeps at most ``limit`` cases of each test (0 = all), evenly spread."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, unsuitable: set[str]) -> None:
         self.limit = limit
+        self.unsuitable = unsuitable
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
         functions: dict[str, list[Any]] = {}
         for item in items:
-            if item.name not in UNSUITABLE:
+            if item.name not in self.unsuitable:
                 functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
         chosen: set[str] = set()
         for cases in functions.values():
@@ -90,7 +95,7 @@ class Sample:
         items[:] = [item for item in items if item.nodeid in chosen]
 
 
-def run_tests(overlay: Path, tests: list[str], cases: int) -> int:
+def run_tests(overlay: Path, tests: list[str], cases: int, sanitizers: str) -> int:
     """Runs in the child: tests import the package of ``overlay``, not the installed one."""
     sys.meta_path = [f for f in sys.meta_path if "skbc_tellin" not in type(f).__module__]
     sys.path.insert(0, str(overlay))
@@ -100,8 +105,9 @@ def run_tests(overlay: Path, tests: list[str], cases: int) -> int:
 
     if overlay not in Path(str(_C.__file__)).parents:
         raise SystemExit(f"tests would use {_C.__file__}, not {overlay}")
+    unsuitable = UNSUITABLE | (UNSUITABLE_FOR_THREAD if "thread" in sanitizers else set())
     options = ["-q", "--durations=10", "--timeout=900", "--capture=sys", "-p", "no:cacheprovider"]
-    return int(pytest.main([*options, *tests], plugins=[Sample(cases)]))
+    return int(pytest.main([*options, *tests], plugins=[Sample(cases, unsuitable)]))
 
 
 def main() -> int:
@@ -116,9 +122,10 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown sanitizer {unknown[0]!r}; known: {', '.join(RUNTIMES)}")
     if args.child:
-        return run_tests(args.child, args.tests, args.cases)
+        return run_tests(args.child, args.tests, args.cases, args.sanitizers)
     overlay = build(args.sanitizers, args.jobs)
-    command = [sys.executable, __file__, "--child", str(overlay), f"--cases={args.cases}", "--"]
+    command = [sys.executable, __file__, "--child", str(overlay), f"--cases={args.cases}"]
+    command += [f"--sanitizers={args.sanitizers}", "--"]
     command += args.tests or DEFAULT_TESTS
     return subprocess.run(
         command, cwd=ROOT, env=environment(args.sanitizers), check=False
