@@ -72,6 +72,17 @@ def pack_mask(mask: list[bool]) -> np.ndarray:
     return np.packbits(padded, bitorder="little").view(np.int32)
 
 
+@pytest.mark.parametrize("top_k", [5, 6, 2**31, 2**63 - 1])
+def test_a_huge_top_k_means_all(top_k: int) -> None:
+    """Every value that parameters accept is one that the native sampler takes."""
+    logits = np.array([[1, 2, 3, 2, 1]] * 40, F)
+    keys = list(range(40))
+    everything = run(logits, [SamplingParams(top_k=0)] * 40, keys=keys)
+    huge = run(logits, [SamplingParams(top_k=top_k)] * 40, keys=keys)
+    assert huge.tokens.tolist() == everything.tokens.tolist()
+    assert len(set(huge.tokens.tolist())) > 2
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> tuple:
     """A row of logits with its parameters, history, key and mask."""

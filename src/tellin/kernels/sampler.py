@@ -124,7 +124,8 @@ class Sampler:
             slot,
             temperature=0.0 if greedy else params.temperature,
             top_p=params.top_p,
-            top_k=max(params.top_k, 0),
+            # More than there are is all of them; the native field has 32 bits.
+            top_k=min(max(params.top_k, 0), self.num_ids),
             min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,
             frequency_penalty=params.frequency_penalty,
