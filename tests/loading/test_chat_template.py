@@ -127,6 +127,7 @@ def test_refusal_carries_the_templates_words(roles: tuple[str, ...]) -> None:
         "{% for i in range(10 ** 9) %}x{% endfor %}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{% include 'secrets' %}",
+        "{{ lipsum(n=1) }}",
     ],
 )
 def test_failures_are_the_requests(text: str) -> None:
