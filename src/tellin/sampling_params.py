@@ -28,6 +28,8 @@ GREEDY_EPS = 1e-5
 """Temperatures below this are greedy."""
 MIN_TEMPERATURE = 1e-2
 """Smaller non-zero temperatures are raised to this: dividing by less overflows float32 softmax."""
+MIN_REPETITION_PENALTY = 1e-6
+"""Dividing by much less overflows float32 logits."""
 MAX_N = 16384
 MAX_INT = 2**63 - 1
 """Largest integer that can be sent to a core in another process."""
@@ -168,7 +170,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit once per occurrence in the output; [-2, 2]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens in prompt or output; > 0."""
+    """Divides positive and multiplies negative logits of tokens in prompt or output; >= 1e-6."""
     temperature: float = 1.0
     """[0, 2]; 0 = greedy. Values in (0, 0.01) are raised to 0.01 with a warning."""
     top_p: float = 1.0
@@ -251,7 +253,10 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         self.presence_penalty = check_float("presence_penalty", self.presence_penalty, -2, 2)
         self.frequency_penalty = check_float("frequency_penalty", self.frequency_penalty, -2, 2)
         self.repetition_penalty = check_float(
-            "repetition_penalty", self.repetition_penalty, 0, math.inf, open_low=True
+            "repetition_penalty",
+            self.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            math.inf,
         )
         self.temperature = check_float("temperature", self.temperature, 0, 2)
         if 0 < self.temperature < MIN_TEMPERATURE:
