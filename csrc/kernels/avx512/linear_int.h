@@ -25,7 +25,7 @@ constexpr int kPrefetchBlocks = 16;  // how far ahead of its use a block of code
 
 // Up to this many tokens wait for memory, which is read fastest in one stream per core: one group at a time
 // (Zen 5 beside busy neighbours: 48 GB/s for one token, with two groups 41).
-constexpr int kSingleTokens = 3;
+constexpr int kSingleTokens = 2;
 
 // Codes of a later chunk that a tile fetches while it computes: bytes [begin, end) of each group.
 struct CodePrefetch {
