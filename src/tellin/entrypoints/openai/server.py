@@ -117,10 +117,12 @@ class _Server(uvicorn.Server):
         self._sock = sock
         self._on_start = on_start
         from tellin.entrypoints.openai.app import make_app
+        from tellin.entrypoints.openai.connection import http_protocol
 
         super().__init__(
             uvicorn.Config(
                 make_app(context),
+                http=http_protocol(context.config.header_timeout_s),
                 log_config=None,
                 access_log=False,
                 lifespan="off",

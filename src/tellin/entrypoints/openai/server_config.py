@@ -34,6 +34,8 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     """Web pages of other origins that may call; ``*`` = any."""
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    header_timeout_s: float = 30.0
+    """Longest time that the head of a request may take to arrive."""
     body_timeout_s: float = 30.0
     """Longest time that the body of a request may take to arrive."""
     request_timeout_s: float | None = 600.0
@@ -57,7 +59,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         check_int("port", self.port, 0, 65535)
         check_int("max_body_bytes", self.max_body_bytes, 1024)
-        for name in ("body_timeout_s", "drain_timeout_s", "health_timeout_s"):
+        timeouts = ("header_timeout_s", "body_timeout_s", "drain_timeout_s", "health_timeout_s")
+        for name in timeouts:
             check_float(name, getattr(self, name), 0, 1e6)
         if self.request_timeout_s is not None:
             check_float("request_timeout_s", self.request_timeout_s, 0, 1e6, open_low=True)

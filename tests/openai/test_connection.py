@@ -1,0 +1,81 @@
+"""Connections that say nothing, or half of something, do not stay (P24: hard to hurt)."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+
+from tellin.entrypoints.openai.connection import http_protocol
+
+LIMIT_S = 60.0
+REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """Answers ``ok``; a POST takes longer than the deadline of heads."""
+    if scope["method"] == "POST":
+        await asyncio.sleep(1.5)
+    headers = [(b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+def exchange(header_timeout_s: float, talk: Exchange) -> None:
+    async def main() -> None:
+        config = uvicorn.Config(
+            application,
+            http=http_protocol(header_timeout_s),
+            log_config=None,
+            lifespan="off",
+            ws="none",
+        )
+        server = uvicorn.Server(config)
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            task = asyncio.create_task(server._serve([sock]))
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+            await asyncio.wait_for(talk(reader, writer), LIMIT_S)
+            writer.close()
+            server.should_exit = True
+            await asyncio.wait_for(task, LIMIT_S)
+
+    asyncio.run(main())
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    head = await reader.readuntil(b"\r\n\r\n")
+    return head.split(b"\r\n")[0] + await reader.readexactly(2)
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTT", REQUEST[:-2]])
+def test_half_a_head_is_not_waited_for(sent: bytes) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(sent)
+        assert await reader.read() == b""
+
+    exchange(1.0, talk)
+
+
+def test_nor_is_half_of_a_second_head() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST)
+        assert await answer(reader) == b"HTTP/1.1 200 OKok"
+        writer.write(b"GET")
+        assert await reader.read() == b""
+
+    exchange(1.0, talk)
+
+
+def test_whole_requests_may_take_their_time_and_idle_connections_stay() -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for _ in range(2):
+            writer.write(REQUEST.replace(b"GET", b"POST"))
+            assert await answer(reader) == b"HTTP/1.1 200 OKok"
+            await asyncio.sleep(1.5)  # twice the deadline
+
+    exchange(1.0, talk)
