@@ -88,7 +88,8 @@ def open_page(context: BrowserContext) -> Iterator[Open]:
 @pytest.fixture(scope="package")
 def smollm2(smollm2_path: Path) -> Iterator[Server]:
     """A model that answers sensibly."""
-    with run_server(smollm2_path, "--served-model-name", "smollm2") as running:
+    names = ("--served-model-name", "smollm2", "--allowed-host", "tellin.test")
+    with run_server(smollm2_path, *names) as running:
         yield running
 
 
