@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from tellin.entrypoints.openai.connection import http_protocol
+from tests.openai.conftest import Server
 
 LIMIT_S = 60.0
 REQUEST = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -79,3 +80,13 @@ def test_whole_requests_may_take_their_time_and_idle_connections_stay() -> None:
             await asyncio.sleep(1.5)  # twice the deadline
 
     exchange(1.0, talk)
+
+
+@pytest.mark.slow
+def test_the_server_does_not_keep_silent_connections(server: Server) -> None:
+    """Half a minute after the connection was made."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=120) as silent:
+        silent.sendall(b"GET / HTT")
+        assert silent.recv(1) == b""
+    assert server.http.get("/health").status_code == 200
