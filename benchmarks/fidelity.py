@@ -33,8 +33,9 @@ CHUNK = 250
 SETTINGS = (
     ("default", "float16"),
     ("default", "int8"),
-    ("int8", "float16"),
-    ("int16", "float32"),
+    ("mixed", "float16"),
+    ("high", "float16"),
+    ("high", "float32"),
 )
 """Activation precision and cache type of tellin's rows of the table."""
 ROWS_AT_A_TIME = 25
