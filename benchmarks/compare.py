@@ -46,6 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", nargs="+", help="only cases whose name holds one of these texts")
     parser.add_argument("--rounds", type=int, help="turns of each engine per case (default 5)")
     parser.add_argument("--threads", type=int, help="threads of every engine (default: cores)")
+    parser.add_argument(
+        "--vllm-dtype",
+        choices=("bfloat16", "float32"),
+        help="default: bfloat16 where the processor multiplies it, else float32",
+    )
     parser.add_argument("--cache", type=Path, help="synthetic models (default: TELLIN_HOME/bench)")
     parser.add_argument("--output", type=Path, help=f"result file (default: {DEFAULT_RESULTS}/...)")
     parser.add_argument("--no-start", action="store_true", help="skip load and first-token times")
@@ -119,7 +124,7 @@ def measure_model(
     """All cases and the start of every engine on one model."""
     notes: list[str] = []
     paths = _paths(model, specs, cache, notes)
-    engines = list(_loaded(model, paths, cases, args.threads, notes))
+    engines = list(_loaded(model, paths, cases, args, notes))
     measured: dict[str, Any] = {
         "file_bytes": model.file_bytes,
         "quant_type": model.quant_type,
@@ -167,17 +172,17 @@ def _loaded(
     model: BenchModel,
     paths: dict[EngineSpec, Path],
     cases: list[Case],
-    threads: int | None,
+    args: argparse.Namespace,
     notes: list[str],
 ) -> Iterator[Engine]:
     """Start and load the engines; one that fails is noted and closed."""
     longest = max((max(c.num_tokens, c.context + c.steps + 1) for c in cases), default=2048)
     options = {
-        "num_threads": threads or machine.num_cores(),
+        "num_threads": args.threads or machine.num_cores(),
         "max_model_len": min(longest + 16, model.context_length),
         "max_num_seqs": max((case.streams for case in cases), default=1),
         "vocab_size": model.vocab_size,
-        "dtype": "bfloat16" if machine.has_bfloat16() else "float32",
+        "dtype": args.vllm_dtype or ("bfloat16" if machine.has_bfloat16() else "float32"),
     }
     for spec, path in paths.items():
         _progress(f"{model.name}: loading into {spec.name}")

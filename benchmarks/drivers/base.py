@@ -27,6 +27,8 @@ CHAT = [
     {"role": "user", "content": "What is the capital of France?"},
 ]
 """The chat of the first-token measurement: 37 tokens with SmolLM2's template."""
+PLAIN_TEXT = "\n\n".join(f"{message['role']}: {message['content']}" for message in CHAT)
+"""The same for models that have no chat template."""
 
 
 class Driver:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import PROMPT_LEN
-from benchmarks.drivers.base import CHAT, Driver, main, random_tokens
+from benchmarks.drivers.base import CHAT, PLAIN_TEXT, Driver, main, random_tokens
 
 
 class HuggingFaceDriver(Driver):
@@ -118,9 +118,12 @@ class HuggingFaceDriver(Driver):
         tokenizer = self._open("AutoTokenizer", model)
         network = self._open("AutoModelForCausalLM", model, dtype=self._torch.float32).eval()
         report("loaded")
-        inputs = tokenizer.apply_chat_template(
-            CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+        if tokenizer.chat_template is None:
+            inputs = tokenizer(PLAIN_TEXT, return_tensors="pt")
+        else:
+            inputs = tokenizer.apply_chat_template(
+                CHAT, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
         network.generate(**inputs, max_new_tokens=1, do_sample=False)
         report("first_token")
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.cases import PROMPT_LEN
-from benchmarks.drivers.base import CHAT, Driver, main, random_tokens
+from benchmarks.drivers.base import CHAT, PLAIN_TEXT, Driver, main, random_tokens
 
 MAX_CONTEXTS = 2
 """Contexts kept alive; each holds a KV cache and compute buffers."""
@@ -186,10 +186,12 @@ class LlamaCppDriver(Driver):
             model_path=model, n_ctx=2048, n_threads=self._num_threads, verbose=False
         )
         report("loaded")
-        for chunk in llama.create_chat_completion(CHAT, stream=True, max_tokens=8, temperature=0.0):
-            if chunk["choices"][0]["delta"].get("content"):
-                report("first_token")
-                break
+        if "tokenizer.chat_template" in llama.metadata:
+            chunks = llama.create_chat_completion(CHAT, stream=True, max_tokens=8, temperature=0.0)
+            next(chunk for chunk in chunks if chunk["choices"][0]["delta"].get("content"))
+        else:
+            next(llama.create_completion(PLAIN_TEXT, stream=True, max_tokens=1, temperature=0.0))
+        report("first_token")
 
 
 class _Context:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.cases import PROMPT_LEN
-from benchmarks.drivers.base import CHAT, Driver, main, random_tokens
+from benchmarks.drivers.base import CHAT, PLAIN_TEXT, Driver, main, random_tokens
 
 VLLM_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -115,22 +115,20 @@ class VllmApiDriver(Driver):
         return {"seconds": ended - started, "tokens": last - first}
 
     def first_token(self, model: str, report: Callable[..., None]) -> None:
-        llm = self._package.LLM(**self._first_token_arguments(model))
+        llm = self._package.LLM(model=model, max_model_len=2048)
         report("loaded")
-        params = self._package.SamplingParams(temperature=0.0, max_tokens=8)
+        is_chat = llm.get_tokenizer().chat_template is not None
+        params = self._package.SamplingParams(temperature=0.0, max_tokens=1)
         if hasattr(llm, "stream"):
-            for _ in llm.stream(CHAT, params):
-                report("first_token")
-                break
+            next(llm.stream(CHAT if is_chat else PLAIN_TEXT, params))
+            report("first_token")
             llm.shutdown()
             return
-        llm.chat(CHAT, self._package.SamplingParams(temperature=0.0, max_tokens=1), use_tqdm=False)
+        if is_chat:
+            llm.chat(CHAT, params, use_tqdm=False)
+        else:
+            llm.generate(PLAIN_TEXT, params, use_tqdm=False)
         report("first_token")
-
-    def _first_token_arguments(self, model: str) -> dict[str, Any]:
-        if self.name == "tellin":
-            return {"model": model, "max_model_len": 2048}
-        return {"model": model, "max_model_len": 2048}
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def test_case_takes_medians_and_ratios() -> None:
 
 @pytest.mark.usefixtures("fake")
 def test_failing_peers_are_left_out(model: BenchModel, tmp_path: Path) -> None:
-    args = argparse.Namespace(threads=2, no_start=False)
+    args = argparse.Namespace(threads=2, vllm_dtype=None, no_start=False)
     cases = [PREFILL, BATCHED, Case("decode", context=490, steps=20)]
     names = ("tellin", "slow", "broken", "mortal", "partial")
     measured = compare.measure_model(
