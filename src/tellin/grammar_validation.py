@@ -25,6 +25,7 @@ from tellin.json_schema import (
 )
 from tellin.lark_rules import endless_start
 from tellin.sampling_params import StructuredOutputsParams
+from tellin.structural_formats import FormatWriter
 
 WHITESPACE_PATTERN = r"[ ]|\n[ \t]{0,20}"
 """Optional between JSON tokens: one space, or a line break with indentation. Small models drift
@@ -366,10 +367,13 @@ def _from_structural_tag(
     """Free text in which each trigger must go on as one of its structures.
 
     ``{"triggers": [...], "structures": [{"begin": ..., "schema": ..., "end": ...}]}``, where every
-    ``begin`` starts with a trigger.
+    ``begin`` starts with a trigger. Or ``{"format": ...}``, see `tellin.structural_formats`.
     """
-    triggers, structures = _parse_structural_tag(spec)
+    tag = _parse_json_object(spec)
     split = _splitter(special_tokens)
+    if "format" in tag:
+        return _from_format(tag["format"], params, options, split)
+    triggers, structures = _parse_structural_tag(tag)
     rules: list[str] = []
     used: dict[str, list[str]] = {}
     for index, structure in enumerate(structures):
@@ -397,14 +401,35 @@ def _from_structural_tag(
     )
 
 
-def _parse_structural_tag(spec: str) -> tuple[list[str], list[dict[str, Any]]]:
-    kind = "structural_tag"
+def _from_format(
+    root: Any, params: StructuredOutputsParams, options: dict[str, Any], split: _Splitter
+) -> str:
+    def write_schema(schema: Any) -> str:
+        checked = _checked_schema(schema, params, options, "structural_tag")
+        return f"%json {json.dumps({**checked, 'x-guidance': options})}"
+
+    try:
+        return FormatWriter(split, write_schema).grammar(root)
+    except InvalidParameterError:
+        raise
+    except ValueError as error:
+        raise _invalid("structural_tag", str(error)) from None
+
+
+def _parse_json_object(spec: str) -> dict[str, Any]:
     try:
         tag = json.loads(spec)
     except (json.JSONDecodeError, RecursionError) as error:
-        raise _invalid(kind, f"it is not valid JSON: {error}") from None
-    if not isinstance(tag, dict) or not {"triggers", "structures"} <= tag.keys():
-        raise _invalid(kind, "it must be an object with 'triggers' and 'structures'")
+        raise _invalid("structural_tag", f"it is not valid JSON: {error}") from None
+    if not isinstance(tag, dict):
+        raise _invalid("structural_tag", "it must be an object")
+    return tag
+
+
+def _parse_structural_tag(tag: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
+    kind = "structural_tag"
+    if not {"triggers", "structures"} <= tag.keys():
+        raise _invalid(kind, "it must have 'format', or 'triggers' and 'structures'")
     triggers, structures = tag["triggers"], tag["structures"]
     if not _is_list_of(triggers, str) or not all(triggers):
         raise _invalid(kind, "'triggers' must be a list of at least one non-empty string")

@@ -109,7 +109,9 @@ def test_unsound_schemas_are_refused(schema: Any, reason: str) -> None:
         ({"grammar": "root ::= ("}, "Expected ')'"),
         ({"grammar": "hello"}, "Expected"),
         ({"structural_tag": "x"}, "not valid JSON"),
-        ({"structural_tag": '{"format": {}}'}, "'triggers' and 'structures'"),
+        ({"structural_tag": "[]"}, "it must be an object"),
+        ({"structural_tag": '{"tags": {}}'}, "'triggers' and 'structures'"),
+        ({"structural_tag": '{"format": {}}'}, "format must be an object whose type is one of"),
         ({"structural_tag": '{"triggers": [""], "structures": [{}]}'}, "'triggers'"),
         ({"structural_tag": '{"triggers": ["a"], "structures": []}'}, "'structures'"),
         ({"structural_tag": '{"triggers": ["a"], "structures": [{"begin": "a"}]}'}, ".end"),
@@ -300,3 +302,42 @@ def test_catastrophic_constraints_are_bounded(params: dict[str, Any]) -> None:
     with contextlib.suppress(InvalidParameterError):
         check(**params)
     assert time.process_time() - started < 10.0
+
+
+# ---------------------------------------------------------------------- structural formats
+
+TEXT = {"type": "const_string", "value": "x"}
+TAG = {"type": "tag", "begin": "<", "content": TEXT, "end": ">"}
+
+
+@pytest.mark.parametrize(
+    ("node", "reason"),
+    [
+        ({"type": "const_string"}, "format.value is missing or of a wrong type"),
+        ({"type": ["or"]}, "format must be an object"),
+        ({"type": "any_text"}, "whose type is one of const_string, json_schema"),
+        ({"type": "or", "elements": []}, "format.elements must not be empty"),
+        ({"type": "sequence", "elements": [TEXT, 5]}, r"format.elements[1] must be an object"),
+        ({"type": "json_schema", "json_schema": {"type": "text"}}, "(at #)"),
+        ({"type": "regex", "pattern": "("}, "regex parse error"),
+        ({**TAG, "content": {"type": "tag"}}, "format.content.begin is missing"),
+        ({"type": "tags_with_separator", "tags": [TEXT]}, "format.tags[0] must be an object whose"),
+        ({"type": "tags_with_separator", "tags": []}, "format.tags must not be empty"),
+        ({"type": "tags_with_separator", "tags": [TAG]}, "format.separator is missing"),
+        ({"type": "tags_with_separator", "tags": [TAG], "separator": "", "at_least_one": 1},
+         "format.at_least_one must be true or false"),
+        ({"type": "sequence", "elements": [TEXT] * 4001}, "more than 4000 parts"),
+    ],
+)  # fmt: skip
+def test_unsound_formats_are_refused(node: Any, reason: str) -> None:
+    with pytest.raises(InvalidParameterError) as caught:
+        check(structural_tag=json.dumps({"format": node}))
+    assert reason in str(caught.value)
+
+
+def test_a_format_nested_without_end_is_refused() -> None:
+    node: dict[str, Any] = TEXT
+    for _ in range(80):
+        node = {"type": "sequence", "elements": [node]}
+    with pytest.raises(InvalidParameterError, match="nested too deeply"):
+        check(structural_tag=json.dumps({"format": node}))

@@ -278,6 +278,48 @@ def test_structural_tags_of_special_tokens(backend: GuidanceBackend) -> None:
     assert grammar.accept_tokens([END_TOOL_ID, *b"bye", EOS_ID])
 
 
+def format_of(node: dict[str, Any]) -> dict[str, str]:
+    return {"structural_tag": json.dumps({"type": "structural_tag", "format": node})}
+
+
+def test_structural_formats(backend: GuidanceBackend) -> None:
+    """6.1: alternatives, sequences, repetition, and texts between which a schema stands."""
+    number = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    path = {"type": "regex", "pattern": r"/[a-z]+\n|\\/"}
+    tags = [
+        {"type": "tag", "begin": "<a>", "content": number, "end": "</a>"},
+        {"type": "tag", "begin": "<b>", "content": path, "end": ""},
+    ]
+    many = {"type": "tags_with_separator", "tags": tags, "separator": ", "}
+    node = {"type": "or", "elements": [
+        {"type": "sequence", "elements": [{"type": "const_string", "value": "n="}, number]},
+        {"type": "sequence", "elements": [{"type": "const_string", "value": "["}, many,
+                                          {"type": "const_string", "value": "]"}]},
+    ]}  # fmt: skip
+
+    def ends(node: dict[str, Any], text: bytes) -> bool:
+        return grammar_of(backend, **format_of(node)).accept_tokens([*text, EOS_ID])
+
+    for text in (b"n=12", b"[<a>1</a>, <b>/x\n, <b>\\/]", b"[]"):
+        assert ends(node, text)
+    for text in (b"n=x", b"", b"n=", b"[<a>1</a> <b>/x\n]", b"[<b>/x]", b"n=1[]"):
+        assert not ends(node, text)
+    one = {**many, "at_least_one": True, "stop_after_first": True}
+    assert ends(one, b"<a>1</a>")
+    assert not ends(one, b"")
+    assert not ends(one, b"<a>1</a>, <a>1</a>")
+
+
+def test_structural_formats_of_special_tokens(backend: GuidanceBackend) -> None:
+    """A text that is one token of the vocabulary is meant as that token."""
+    string = {"type": "json_schema", "json_schema": {"type": "string"}}
+    call = {"type": "tag", "begin": "<tool>", "content": string, "end": "</tool>"}
+    grammar = grammar_of(backend, **format_of({"type": "or", "elements": [string, call]}))
+    assert {TOOL_ID, ord('"')} <= allowed(backend, grammar)
+    assert ord("<") not in allowed(backend, grammar)
+    assert grammar.accept_tokens([TOOL_ID, *b'"<"', END_TOOL_ID, EOS_ID])
+
+
 @pytest.mark.parametrize(
     "params",
     [

@@ -86,6 +86,8 @@ CASES = [
         "",
         [("get_weather", '{"city": "a)]\'b", "n": [1, {"k": true}]}'), ("now", "{}")],
     ),
+    ("pythonic", r'[f(a="\ud83d\ude00")]', "", [("f", '{"a": "😀"}')]),
+    ("pythonic", r'[f(a="\ud83d")]', r'[f(a="\ud83d")]', []),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
     ("pythonic", "[1, 2, 3] are numbers", "[1, 2, 3] are numbers", []),
     ("pythonic", "[other(a=1)]", "[other(a=1)]", []),

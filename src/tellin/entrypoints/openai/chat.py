@@ -28,7 +28,7 @@ from tellin.entrypoints.openai.serving import (
     new_id,
     run_jobs,
 )
-from tellin.entrypoints.openai.tools import ToolPlan, plan_tools
+from tellin.entrypoints.openai.tools import ToolPlan, plan_tools, wants_json
 from tellin.outputs import RequestOutput
 from tellin.sampling_params import SamplingParams
 
@@ -250,8 +250,7 @@ class ChatService:
 
 def _is_forced(request: ChatCompletionRequest, plan: ToolPlan) -> bool:
     """Whether a grammar forces the answer, which then comes at once, without thoughts."""
-    wanted = request.response_format
-    return plan.is_forced or (wanted is not None and wanted.type != "text")
+    return plan.is_forced or wants_json(request)
 
 
 def check_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:

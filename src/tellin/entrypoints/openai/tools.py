@@ -1,25 +1,34 @@
 """The tools of one request: what the template shows, what the grammar forces, who parses.
 
-With ``tool_choice`` auto the model writes calls in its own format. With required, or a function's
-name, a grammar forces JSON, so that a small model cannot get it wrong.
+With ``tool_choice`` auto the model writes calls in its own format; if it also has a
+``response_format``, a grammar allows either such calls or the JSON that is wanted. With required,
+or a function's name, a grammar forces the call as JSON: a small model cannot get it wrong.
 """
 
 from __future__ import annotations
 
-import copy
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tellin.entrypoints.openai.chat_format import ChatFormat
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.call_formats import (
+    CallableTool,
+    answer_or_calls,
+    call_starts,
+)
 from tellin.entrypoints.openai.parsers.json_calls import ArrayParser, NamedCallParser
+from tellin.entrypoints.openai.parsers.message import AnswerOrCalls, CallReader
 from tellin.entrypoints.openai.requests import (
     AllowedToolChoice,
     ChatCompletionRequest,
     NamedToolChoice,
     Tool,
 )
+from tellin.entrypoints.openai.schema_tools import call_branch
 from tellin.sampling_params import StructuredOutputsParams
 
 
@@ -35,6 +44,8 @@ class ToolPlan:
     max_calls: int | None = None
     parser: type[ToolParser] | None = None
     """For calls in the model's own format."""
+    is_either: bool = False
+    """A grammar allows calls in that format or an answer in JSON, but not both."""
     constraint: StructuredOutputsParams | None = field(default=None)
 
     @property
@@ -45,7 +56,7 @@ class ToolPlan:
     def id_length(self) -> int:
         return ToolParser.id_length if self.parser is None else self.parser.id_length
 
-    def make_parser(self) -> ToolParser | None:
+    def make_parser(self) -> CallReader | None:
         """A parser for one choice; None without tools."""
         if not self.is_active:
             return None
@@ -53,7 +64,12 @@ class ToolPlan:
             return NamedCallParser(self.forced_name)
         if self.is_forced:
             return ArrayParser(self.names)
-        return None if self.parser is None else self.parser(self.names)
+        if self.parser is None:
+            return None
+        calls = self.parser(self.names)
+        if self.is_either:
+            return AnswerOrCalls(calls, call_starts(self.parser, self.names))
+        return calls
 
 
 def plan_tools(request: ChatCompletionRequest, chat_format: ChatFormat) -> ToolPlan:
@@ -68,12 +84,6 @@ def plan_tools(request: ChatCompletionRequest, chat_format: ChatFormat) -> ToolP
     names = tuple(tool.function.name for tool in tools)
     if len(set(names)) < len(names):
         raise bad_request("tools have names that are not unique", "tools")
-    if request.response_format is not None and request.response_format.type != "text":
-        raise bad_request(
-            "response_format forces JSON content and so excludes tool calls; set tool_choice "
-            "to 'none' or leave one of them out",
-            "response_format",
-        )
     tools, choice = _allowed(tools, request.tool_choice)
     names = tuple(tool.function.name for tool in tools)
     max_calls = 1 if request.parallel_tool_calls is False else None
@@ -93,6 +103,9 @@ def plan_tools(request: ChatCompletionRequest, chat_format: ChatFormat) -> ToolP
         constraint = StructuredOutputsParams(json=_parameters(chosen))
     elif choice == "required":
         constraint = StructuredOutputsParams(json=calls_schema(tools, max_calls))
+    is_either = not forced and wants_json(request)
+    if is_either:
+        constraint = _either(request, tools, chat_format, is_single=max_calls == 1)
     return ToolPlan(
         tools=shown,
         names=names,
@@ -100,8 +113,38 @@ def plan_tools(request: ChatCompletionRequest, chat_format: ChatFormat) -> ToolP
         is_forced=forced,
         max_calls=max_calls,
         parser=chat_format.tool_parser,
+        is_either=is_either,
         constraint=constraint,
     )
+
+
+def wants_json(request: ChatCompletionRequest) -> bool:
+    """Whether the request's response_format forces JSON."""
+    return request.response_format is not None and request.response_format.type != "text"
+
+
+def _either(
+    request: ChatCompletionRequest,
+    tools: Sequence[Tool],
+    chat_format: ChatFormat,
+    *,
+    is_single: bool,
+) -> StructuredOutputsParams:
+    """The constraint that allows an answer in the wanted JSON, or calls."""
+    wanted = request.response_format
+    schema: dict[str, Any] = {"type": "object"}
+    if wanted is not None and wanted.json_schema is not None:
+        schema = wanted.json_schema.schema_
+    callables = [CallableTool(tool.function.name, _parameters(tool)) for tool in tools]
+    try:
+        either = answer_or_calls(chat_format.tool_parser, callables, schema, is_single=is_single)
+    except ValueError as error:
+        raise bad_request(
+            f"response_format and free tool calls exclude each other here: {error}; or set "
+            "tool_choice to 'none', 'required' or a function",
+            "response_format",
+        ) from None
+    return StructuredOutputsParams(structural_tag=json.dumps({"format": either}))
 
 
 def _allowed(tools: list[Tool], choice: Any) -> tuple[list[Tool], Any]:
@@ -121,22 +164,9 @@ def calls_schema(tools: list[Tool], max_calls: int | None) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     branches = []
     for position, tool in enumerate(tools):
-        prefix = f"t{position}_"
-        parameters = copy.deepcopy(_parameters(tool))
-        for key in ("$defs", "definitions"):
-            for name, definition in (parameters.pop(key, None) or {}).items():
-                definitions[prefix + name] = _rebase(definition, prefix)
-        branches.append(
-            {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.function.name},
-                    "arguments": _rebase(parameters, prefix),
-                },
-                "required": ["name", "arguments"],
-                "additionalProperties": False,
-            }
-        )
+        branch, own = call_branch(tool.function.name, _parameters(tool), f"t{position}_")
+        branches.append(branch)
+        definitions |= own
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": branches}}
     if max_calls is not None:
         schema["maxItems"] = max_calls
@@ -150,18 +180,3 @@ def _parameters(tool: Tool) -> dict[str, Any]:
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **parameters}
-
-
-def _rebase(schema: Any, prefix: str) -> Any:
-    """The schema with its references pointed to where its definitions have moved."""
-    if isinstance(schema, list):
-        return [_rebase(item, prefix) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    result = {key: _rebase(value, prefix) for key, value in schema.items()}
-    target = result.get("$ref")
-    if isinstance(target, str):
-        for start in ("#/$defs/", "#/definitions/"):
-            if target.startswith(start):
-                result["$ref"] = f"#/$defs/{prefix}{target.removeprefix(start)}"
-    return result

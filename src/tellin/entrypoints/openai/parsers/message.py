@@ -2,9 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from tellin.entrypoints.openai.parsers.base import ToolParser
 from tellin.entrypoints.openai.parsers.events import ParsedDelta
 from tellin.entrypoints.openai.parsers.reasoning import ThinkParser
+
+
+class CallReader(Protocol):
+    """What splits a text into content and calls."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+
+    def feed(self, text: str) -> ParsedDelta:
+        """What ``text`` adds to the message."""
+
+    def finish(self) -> ParsedDelta:
+        """The text has ended: what was held back."""
+
+
+class AnswerOrCalls:
+    """For a text that holds calls or an answer, never both: how it begins tells which.
+
+    An answer is content as it is, even where a string in it looks like a call.
+    """
+
+    def __init__(self, calls: ToolParser, starts: Sequence[str]) -> None:
+        """``starts``: how calls begin, white space left out."""
+        self._calls = calls
+        self._starts = tuple(starts)
+        self._held = ""
+        self._has_calls: bool | None = None
+
+    @property
+    def num_calls(self) -> int:
+        return self._calls.num_calls
+
+    def feed(self, text: str) -> ParsedDelta:
+        if self._has_calls is None:
+            self._held += text
+            begin = "".join(self._held.split())
+            if any(begin.startswith(start) for start in self._starts):
+                self._has_calls = True
+            elif any(start.startswith(begin) for start in self._starts):
+                return ParsedDelta()
+            else:
+                self._has_calls = False
+            text, self._held = self._held, ""
+        return self._calls.feed(text) if self._has_calls else ParsedDelta(content=text)
+
+    def finish(self) -> ParsedDelta:
+        if self._has_calls:
+            return self._calls.finish()
+        held, self._held = self._held, ""
+        return ParsedDelta(content=held)
 
 
 class MessageParser:
@@ -13,7 +67,7 @@ class MessageParser:
     def __init__(
         self,
         think: ThinkParser | None,
-        tools: ToolParser | None,
+        tools: CallReader | None,
         *,
         max_calls: int | None = None,
     ) -> None:

@@ -118,7 +118,8 @@ class PythonicParser(ToolParser):
 def parse_call(text: str) -> tuple[str, str] | None:
     """Name and JSON arguments of ``f(a=1)``; None if it is no call with literal keywords."""
     try:
-        node = ast.parse(text.strip(), mode="eval").body
+        text = text.strip()
+        node = ast.parse(text, mode="eval").body
         if not isinstance(node, ast.Call) or node.args:
             return None
         name = ast.unparse(node.func)
@@ -126,10 +127,20 @@ def parse_call(text: str) -> tuple[str, str] | None:
         for keyword in node.keywords:
             if keyword.arg is None:
                 return None
-            arguments[keyword.arg] = _literal(keyword.value)
-        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            arguments[keyword.arg] = _value(text, keyword.value)
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()  # half of a surrogate pair is no text
+        return name, written
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
+
+
+def _value(text: str, node: ast.expr) -> Any:
+    """An argument: what JSON and Python both read is JSON, whose escapes models write."""
+    try:
+        return json.loads(ast.get_source_segment(text, node) or "")
+    except ValueError:
+        return _literal(node)
 
 
 def _literal(node: ast.expr) -> Any:

@@ -1,0 +1,303 @@
+"""response_format beside free tool calls: JSON of the schema, or calls, and never anything else."""
+
+from __future__ import annotations
+
+import json
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tellin.entrypoints.openai.errors import ApiError
+from tellin.entrypoints.openai.parsers.events import ParsedMessage, join
+from tellin.entrypoints.openai.parsers.message import MessageParser
+from tellin.entrypoints.openai.parsers.registry import TOOL_PARSERS
+from tellin.entrypoints.openai.requests import ChatCompletionRequest
+from tellin.entrypoints.openai.schema_tools import may_have_property
+from tellin.entrypoints.openai.tools import ToolPlan, plan_tools
+from tellin.grammar_validation import _byte_tokenizer, build_grammar, make_matcher, on_deep_stack
+from tests.openai.conftest import Server
+from tests.openai.test_chat_api import MESSAGES, strict_chunks
+
+EOS = 256
+ANSWER = {
+    "type": "object",
+    "properties": {"text": {"type": "string"}, "n": {"type": "integer"}},
+    "required": ["text"],
+    "additionalProperties": False,
+}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "$defs": {"unit": {"enum": ["C", "F"]}},
+            "properties": {
+                "city": {"type": "string"},
+                "days": {"type": "integer"},
+                "unit": {"$ref": "#/$defs/unit"},
+                "tags": {"type": "array", "items": {"type": "string"}},
+            },
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+NOW = {"type": "function", "function": {"name": "now"}}
+
+
+def make_plan(parser: str, schema: Any = ANSWER, **body: Any) -> ToolPlan:
+    request = ChatCompletionRequest.model_validate(
+        {
+            "messages": [{"role": "user", "content": "?"}],
+            "tools": [WEATHER, NOW],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "schema": schema},
+            },
+            **body,
+        }
+    )
+    chat_format: Any = SimpleNamespace(tool_parser=TOOL_PARSERS[parser])
+    return plan_tools(request, chat_format)
+
+
+def matcher_of(plan: ToolPlan) -> Any:
+    assert plan.constraint is not None
+    grammar = build_grammar(plan.constraint)
+    matcher = on_deep_stack(lambda: make_matcher(grammar, _byte_tokenizer()))
+    assert not isinstance(matcher, str), matcher
+    return matcher
+
+
+def accepts(plan: ToolPlan, text: str) -> bool:
+    matcher = matcher_of(plan)
+    data = list(text.encode())
+    return matcher.try_consume_tokens(data) == len(data) and bool(matcher.is_accepting())
+
+
+def parse(plan: ToolPlan, *pieces: str) -> ParsedMessage:
+    parser = MessageParser(None, plan.make_parser(), max_calls=plan.max_calls)
+    return join([*map(parser.feed, pieces), parser.finish()])
+
+
+CALLS = [
+    (
+        "hermes",
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ),
+    (
+        "llama3_json",
+        '{"name": "get_weather", "parameters": {"city": "Rome"}}; '
+        '{"name": "now", "parameters": {}}',
+    ),
+    ("llama3_json", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Rome"}}'),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "now", "arguments": {}}]',
+    ),
+    ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now{}'),
+    ("pythonic", '[get_weather(city="Rome"), now()]'),
+    ("pythonic", '<|python_start|>[get_weather(city="Rome")]<|python_end|>'),
+    (
+        "gemma",
+        "<start_function_call>call:get_weather{city:<escape>Rome<escape>}<end_function_call>"
+        "<start_function_call>call:now{}<end_function_call>",
+    ),
+    ("gemma", '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'),
+]
+
+
+@pytest.mark.parametrize(("parser", "text"), CALLS)
+def test_calls_in_the_models_format_are_allowed_and_read(parser: str, text: str) -> None:
+    plan = make_plan(parser)
+    if parser == "gemma":  # free strings end where a special token stands, which bytes have not
+        assert matcher_of(plan).try_consume_tokens(list(text.partition("Rome")[0].encode())) > 20
+    else:
+        assert accepts(plan, text)
+    expected = [("get_weather", {"city": "Rome"}), ("now", {})][: 2 if "now" in text else 1]
+    message = parse(plan, text)
+    assert [(name, json.loads(arguments)) for name, arguments in message.calls] == expected
+    assert message.content == ""
+    assert parse(plan, *text) == message  # P41
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_an_answer_is_content_even_if_a_string_in_it_looks_like_a_call(parser: str) -> None:
+    plan = make_plan(parser)
+    for start in [text for name, text in CALLS if name == parser]:
+        answer = json.dumps({"text": start, "n": 1})
+        assert accepts(plan, answer)
+        assert parse(plan, answer) == ParsedMessage(content=answer)
+        assert parse(plan, *answer) == ParsedMessage(content=answer)
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+@pytest.mark.parametrize("text", ["Hello", '{"text": 1}', '{"n": 1}', " ", "{}"])
+def test_anything_else_is_not_allowed(parser: str, text: str) -> None:
+    assert not accepts(make_plan(parser), text)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        ("hermes", '<tool_call>\n{"name": "get_weather", "arguments": {}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "other", "arguments": {}}\n</tool_call>'),
+        ("llama3_json", '{"name": "get_weather", "parameters": {"days": 1}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {"a": 1}}]'),
+        ("pythonic", "[get_weather()]"),
+        ("pythonic", '[get_weather(city="Rome", city="Rome")]'),
+        ("gemma", "<start_function_call>call:get_weather{}<end_function_call>"),
+    ],
+)
+def test_arguments_follow_the_tools_definition(parser: str, text: str) -> None:
+    assert not accepts(make_plan(parser), text)
+
+
+def test_parallel_tool_calls_off_allows_one_call() -> None:
+    one = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert accepts(make_plan("hermes"), f"{one}\n{one}")
+    plan = make_plan("hermes", parallel_tool_calls=False)
+    assert accepts(plan, one)
+    assert not accepts(plan, f"{one}\n{one}")
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_the_grammar_allows_is_an_answer_or_calls(parser: str, seed: int) -> None:
+    """Random texts of the grammar: the parser reads each as exactly one of the two."""
+    plan = make_plan(parser)
+    text = _random_text(matcher_of(plan), random.Random(seed))
+    message = parse(plan, text)
+    if message.calls:
+        assert message.content == ""
+        for name, arguments in message.calls:
+            assert name in plan.names
+            assert isinstance(json.loads(arguments), dict)
+            assert set(json.loads(arguments)) <= {"city", "days", "unit", "tags"}
+    else:
+        assert message.content == text
+        assert isinstance(json.loads(text)["text"], str)
+
+
+def _random_text(matcher: Any, rng: random.Random) -> str:
+    """Random at first, and ending soon after a while."""
+    data: list[int] = []
+    while not matcher.is_stopped():
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(EOS + 1) if mask[i // 8] >> (i % 8) & 1]
+        if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
+            break
+        printable = [i for i in allowed if 32 <= i < 127 or i == 10]
+        endings = [i for i in printable if chr(i) in '"}])<']
+        choice = rng.choice(endings if endings and rng.random() < 0.4 else printable)
+        data.append(choice)
+        assert matcher.try_consume_tokens([choice]) == 1
+        assert len(data) < 5000
+    return bytes(data).decode()
+
+
+# ---------------------------------------------------------------------- what cannot be had
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (ANSWER, False),
+        ({"type": "object"}, True),
+        ({"type": "object", "properties": {"name": {}}, "additionalProperties": False}, True),
+        ({"type": "array", "items": {"type": "object"}}, False),
+        ({"type": ["string", "object"]}, True),
+        ({"anyOf": [ANSWER, {"type": "string"}]}, False),
+        ({"anyOf": [ANSWER, {"type": "object"}]}, True),
+        ({"allOf": [{"type": "object"}, ANSWER]}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": ANSWER}}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}}, True),
+        ({"$ref": "#"}, True),
+        ({"$ref": "#/$defs/missing"}, True),
+        ({"enum": ["a", 1, {"x": 1}]}, False),
+        ({"const": {"name": 1}}, True),
+        ({"type": "object", "properties": 5, "allOf": 5, "additionalProperties": False}, False),
+    ],
+)
+def test_whether_a_schema_may_have_a_property(schema: Any, expected: bool) -> None:
+    assert may_have_property(schema, "name") is expected
+
+
+def test_llama3_answers_that_could_be_calls_are_refused() -> None:
+    named = {"type": "object", "properties": {"name": {"type": "string"}}}
+    with pytest.raises(ApiError, match=r"JSON object that has a 'name'.*tool_choice") as raised:
+        make_plan("llama3_json", named)
+    assert raised.value.status == 400
+    assert raised.value.body()["error"]["param"] == "response_format"
+    assert accepts(make_plan("hermes", named), '{"name": "now"}')
+
+
+def test_names_that_a_format_cannot_write_are_refused() -> None:
+    def tool(name: str, argument: str) -> dict[str, Any]:
+        parameters = {"type": "object", "properties": {argument: {}}}
+        return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+    with pytest.raises(ApiError, match=r"'a-b' cannot be written in Python's syntax"):
+        make_plan("pythonic", tools=[tool("a-b", "x")])
+    with pytest.raises(ApiError, match=r"argument 'if' of 'f'"):
+        make_plan("pythonic", tools=[tool("f", "if")])
+    with pytest.raises(ApiError, match=r"argument 'a:b' of 'f'"):
+        make_plan("gemma", tools=[tool("f", "a:b")])
+    assert make_plan("hermes", tools=[tool("a-b", "a:b")]).is_either
+
+
+def test_a_forced_call_needs_no_answer() -> None:
+    """As at OpenAI: the answer is the call, which the format does not concern."""
+    plan = make_plan("hermes", tool_choice="required")
+    assert accepts(plan, '[{"name": "now", "arguments": {}}]')
+    assert not plan.is_either
+
+
+# ---------------------------------------------------------------------- in the server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_model_decides(server: Server, stream: bool) -> None:
+    def run(first: str) -> tuple[str | None, list[dict[str, Any]], str]:
+        body = {
+            "messages": MESSAGES,
+            "tools": [NOW],
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "x", "schema": {"enum": [{"text": "<tool_call>"}]}},
+            },
+            "logit_bias": {str(ids[first]): 100},
+            "max_tokens": 300,
+            "parallel_tool_calls": False,
+        }
+        if not stream:
+            reply = server.http.post("/v1/chat/completions", json=body).json()
+            choice = reply["choices"][0]
+            message = choice["message"]
+            return message["content"], message.get("tool_calls", []), choice["finish_reason"]
+        choices = [c["choices"][0] for c in strict_chunks(server, **body)]
+        calls: list[dict[str, Any]] = []
+        for choice in choices:
+            for piece in choice["delta"].get("tool_calls", []):
+                if "id" in piece:
+                    calls.append(piece)
+                else:
+                    calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+        content = "".join(choice["delta"].get("content", "") for choice in choices)
+        return content or None, calls, choices[-1]["finish_reason"]
+
+    ids = {}
+    for char in "<{":
+        body = {"prompt": char, "add_special_tokens": False}
+        ids[char] = server.http.post("/tokenize", json=body).json()["tokens"][0]
+    content, calls, reason = run("<")
+    assert (content, reason) == (None, "tool_calls")
+    assert [call["function"] for call in calls] == [{"name": "now", "arguments": "{}"}]
+    content, calls, reason = run("{")
+    assert (calls, reason) == ([], "stop")
+    assert json.loads(content or "") == {"text": "<tool_call>"}
