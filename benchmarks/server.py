@@ -1,9 +1,12 @@
-"""What HTTP costs: the server against `AsyncLLM` itself, and against llama-cpp-python's server.
+"""What HTTP costs: the server against `AsyncLLM` itself, and against two servers of llama.cpp.
 
-All of them are loaded first, then take turns with the same work: N streams at once, each with its
-own prompt. The client runs on the same machine, as do the servers. Run from the repository's root:
+These are llama.cpp's own `llama-server`, which batches continuously, and the one of
+llama-cpp-python, which answers one request at a time. All are loaded first, then take turns with
+the same work: N streams at once, each with its own prompt, greedy. The client runs on the same
+machine, as do the servers; one that waits for its turn is stopped. Run from the repository's root:
 
-    python -m benchmarks.server --model smollm2 --streams 64 --peer-python /path/to/python
+    python -m benchmarks.server --model smollm2 --streams 64 \\
+        --llama-server /path/to/llama-server --peer-python /path/to/python
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import shlex
 import socket
 import statistics
 import subprocess
@@ -34,6 +38,10 @@ from tellin.sampling_params import RequestOutputKind, SamplingParams
 from tellin.settings import Settings
 
 START_LIMIT_S = 60
+TOKENS_PER_WORD = 8
+"""More than a random word takes: for a context that is large enough."""
+CHAT_TOKENS = 64
+"""More than a chat template adds."""
 
 
 @dataclass
@@ -55,8 +63,27 @@ class Contestant:
     """Whose CPU time is counted, beside this one's."""
     rates: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    rounds: int | None = None
+    """Fewer rounds than the others; None = all."""
+    stopped: list[psutil.Process] = field(default_factory=list)
+    """What is stopped between its turns, so that no idle thread disturbs the others."""
+
+    def stop(self) -> None:
+        for process in self.stopped:
+            process.suspend()
+
+    def go_on(self) -> None:
+        for process in self.stopped:
+            process.resume()
 
     async def measure(self, work: Work) -> None:
+        self.go_on()
+        try:
+            await self._measure(work)
+        finally:
+            self.stop()
+
+    async def _measure(self, work: Work) -> None:
         processes = [psutil.Process(), *self.processes]
         cpu_before = sum(_cpu(process) for process in processes)
         start = time.perf_counter()
@@ -112,6 +139,41 @@ async def ask_server(
     return sum(result.output_tokens for result in results)
 
 
+@dataclass(frozen=True)
+class ServerCommand:
+    """How to start a server, and how to ask it."""
+
+    name: str
+    command: list[str]
+    """Without its port: ``--port N`` is added."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    ready_path: str = "/v1/models"
+    """Answers 200 as soon as the model is loaded."""
+    rounds: int | None = None
+    """None = all."""
+
+
+def server_commands(args: argparse.Namespace, path: Path) -> list[ServerCommand]:
+    """Our server first, then the peers that the options name."""
+    threads = str(args.threads)
+    tellin = [sys.executable, "-m", "tellin.entrypoints.cli", "serve", str(path), "-q"]
+    tellin += ["--threads", threads, "--set", f"max_num_seqs={args.streams}"]
+    servers = [ServerCommand("tellin serve", tellin, {"ignore_eos": True})]
+    if args.llama_server:
+        context = args.streams * (TOKENS_PER_WORD * args.input_len + args.output_len + CHAT_TOKENS)
+        llama = [args.llama_server, "-m", str(path), "--host", "127.0.0.1", "-t", threads]
+        llama += ["-tb", threads, "-np", str(args.streams), "-c", str(context), "--cont-batching"]
+        llama += shlex.split(args.llama_server_args)
+        servers.append(ServerCommand("llama-server", llama, {"ignore_eos": True}, "/health"))
+    if args.peer_python:
+        peer = [args.peer_python, "-m", "llama_cpp.server", "--model", str(path)]
+        peer += ["--n_threads", threads, "--n_ctx", "2048"]
+        # One request at a time is all that it can; a new one must not end the running one.
+        peer += ["--interrupt_requests", "false"]
+        servers.append(ServerCommand("llama-cpp-python", peer, rounds=args.peer_rounds))
+    return servers
+
+
 @contextlib.contextmanager
 def running(command: list[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server that takes ``--port``; its address."""
@@ -123,18 +185,28 @@ def running(command: list[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]
         try:
             yield f"http://127.0.0.1:{port}", process
         finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for member in _tree(process.pid):
+                    member.resume()
             process.terminate()
 
 
-async def wait_for(client: HttpClient, process: subprocess.Popen[bytes]) -> str:
-    """The served model's name, as soon as there is one."""
+async def wait_for(
+    client: HttpClient, process: subprocess.Popen[bytes], server: ServerCommand
+) -> str:
+    """The served model's name, as soon as the model is loaded."""
     deadline = time.monotonic() + START_LIMIT_S
     while True:
         try:
-            return await served_model(client)
-        except HttpError as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"a server did not start: {error}") from None
+            async with client.request("GET", server.ready_path) as response:
+                await response.read()
+            if response.status == 200:
+                return await served_model(client)
+            error = f"{server.ready_path} answers {response.status}"
+        except HttpError as problem:
+            error = str(problem)
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"{server.name} did not start: {error}")
         await asyncio.sleep(0.1)
 
 
@@ -144,49 +216,63 @@ async def compare(args: argparse.Namespace) -> dict[str, Contestant]:
     engine_args = EngineArgs.from_dict(
         {"model": path, "num_threads": args.threads, "max_num_seqs": args.streams}
     )
-    work = Work(random_requests(args.streams, args.input_len, seed=1), args.output_len)
+    warm_up = Work(random_requests(min(args.streams, 4), args.input_len, seed=1), 4)
     contestants = []
     async with contextlib.AsyncExitStack() as stack:
-        serve = [sys.executable, "-m", "tellin.entrypoints.cli", "serve", str(path), "-q"]
-        serve += ["--threads", str(args.threads), "--set", f"max_num_seqs={args.streams}"]
-        peer = [args.peer_python, "-m", "llama_cpp.server", "--model", str(path)]
-        peer += ["--n_threads", str(args.threads), "--n_ctx", "2048"]
-        # One request at a time is all that it can; a new one must not end the running one.
-        peer += ["--interrupt_requests", "false"]
-        servers: list[tuple[str, list[str], dict[str, Any]]] = [
-            ("tellin serve", serve, {"ignore_eos": True})
-        ]
-        if args.peer_python:
-            servers.append(("llama-cpp-python", peer, {}))
         engine = await stack.enter_async_context(AsyncLLM.from_engine_args(engine_args))
         children = [psutil.Process(child.pid) for child in psutil.Process().children()]
         contestants.append(
             Contestant("AsyncLLM", lambda work: ask_engine(engine, args.chat, work), children)
         )
-        for name, command, extra in servers:
-            url, process = stack.enter_context(running(command))
-            client = HttpClient(url)
-            stack.push_async_callback(client.aclose)
-            model = await wait_for(client, process)
-            contestants.append(_server(name, client, model, args.chat, extra, process.pid))
-        warm_up = Work(work.requests[:2], 4)
+        servers = server_commands(args, path)
+        contestants += [await _started(server, stack, args.chat) for server in servers]
         for contestant in contestants:
             await contestant.run(warm_up)
+            contestant.stop()
         for round_number in range(args.rounds):
             for contestant in contestants:
-                if contestant.name != "llama-cpp-python" or round_number < args.peer_rounds:
+                if contestant.rounds is None or round_number < contestant.rounds:
                     fresh = random_requests(args.streams, args.input_len, seed=2 + round_number)
                     await contestant.measure(Work(fresh, args.output_len))
+        for contestant in contestants:
+            contestant.go_on()
     return {contestant.name: contestant for contestant in contestants}
 
 
-def _server(
-    name: str, client: HttpClient, model: str, use_chat: bool, extra: dict[str, Any], pid: int
+async def _started(
+    server: ServerCommand, stack: contextlib.AsyncExitStack, use_chat: bool
 ) -> Contestant:
-    def run(work: Work) -> Awaitable[int]:
-        return ask_server(client, model, use_chat, extra, work)
+    """The server, loaded; the stack ends it."""
+    url, process = stack.enter_context(running(server.command))
+    async with contextlib.aclosing(HttpClient(url)) as client:
+        model = await wait_for(client, process, server)
 
-    return Contestant(name, run, _tree(pid))
+    async def run(work: Work) -> int:
+        # A server closes connections that were idle while it was stopped: each round has new ones.
+        async with contextlib.aclosing(HttpClient(url)) as client:
+            return await ask_server(client, model, use_chat, server.extra_body, work)
+
+    tree = _tree(process.pid)
+    return Contestant(server.name, run, tree, rounds=server.rounds, stopped=tree)
+
+
+def summarize(found: dict[str, Contestant]) -> dict[str, Any]:
+    """Medians, and how our server relates to each of the others."""
+    medians = {name: statistics.median(contestant.rates) for name, contestant in found.items()}
+    own = medians["tellin serve"]
+    return {
+        "tokens_per_s": {name: contestant.rates for name, contestant in found.items()},
+        "cpu_s": {name: contestant.cpu_s for name, contestant in found.items()},
+        "median_tokens_per_s": medians,
+        "ratio_to": {name: own / m for name, m in medians.items() if name != "tellin serve"},
+    }
+
+
+def print_table(result: dict[str, Any]) -> None:
+    print(f"\n{'':<18}{'tokens/s':>10}{'tellin serve is':>18}")
+    for name, median in result["median_tokens_per_s"].items():
+        ratio = result["ratio_to"].get(name)
+        print(f"{name:<18}{median:>10.1f}" + ("" if ratio is None else f"{ratio:>16.2f} x"))
 
 
 def main() -> None:
@@ -195,22 +281,17 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--input-len", type=int, default=16, help="words of a prompt")
     parser.add_argument("--output-len", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer-rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
     parser.add_argument("--chat", action="store_true", help="ask chats instead of completions")
     parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python[server]")
+    parser.add_argument("--llama-server", help="llama.cpp's own server, the program's path")
+    parser.add_argument("--llama-server-args", default="", help="more options for it")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    found = asyncio.run(compare(args))
-    best = {name: statistics.median(contestant.rates) for name, contestant in found.items()}
-    result: dict[str, Any] = {"tokens_per_s": {n: c.rates for n, c in found.items()}}
-    result["ratio_to_async_llm"] = best["tellin serve"] / best["AsyncLLM"]
-    if "llama-cpp-python" in best:
-        result["ratio_to_peer"] = best["tellin serve"] / best["llama-cpp-python"]
-    for name in ("ratio_to_async_llm", "ratio_to_peer"):
-        if name in result:
-            print(f"{name:<20} {result[name]:.3f}")
+    result = summarize(asyncio.run(compare(args)))
+    print_table(result)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
