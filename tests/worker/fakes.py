@@ -1,4 +1,4 @@
-"""A backend without a model, and a scheduler without policy: what worker tests drive."""
+"""A backend without a model, a scheduler without policy, a processor: what worker tests drive."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tellin.config import (
     SpeculativeConfig,
 )
 from tellin.kernels.batch import StepBatch
+from tellin.logits_processor import BatchUpdate, LogitsProcessor
 from tellin.sampling_params import SamplingParams
 from tellin.settings import Settings
 from tellin.step_protocol import (
@@ -240,3 +241,43 @@ class Driver:
         while any(len(self.outputs[r]) < num_tokens for r in self.known):
             self.step()
         return self.outputs
+
+
+class Forcing(LogitsProcessor):
+    """Forces ``extra_args["force"]`` for requests that ask for it; watches the diffs."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.rows: dict[int, tuple[int, list[int], list[int]]] = {}
+        self.seen: list[tuple[list[int], list[int]]] = []
+
+    @classmethod
+    def validate_params(cls, sampling_params: SamplingParams) -> None:
+        if (sampling_params.extra_args or {}).get("force", 0) < 0:
+            raise ValueError("force must not be negative")
+
+    def is_argmax_invariant(self) -> bool:
+        return False
+
+    def update_state(self, batch_update: BatchUpdate | None) -> None:
+        if batch_update is None:
+            return
+        for index in batch_update.removed:
+            self.rows.pop(index, None)
+        for index, params, prompt, output in batch_update.added:
+            self.rows.pop(index, None)
+            force = (params.extra_args or {}).get("force")
+            if force is not None:
+                assert prompt is not None
+                self.rows[index] = (force, prompt, output)
+        for source, target, _ in batch_update.moved:
+            self.rows.pop(target, None)
+            if source in self.rows:
+                self.rows[target] = self.rows.pop(source)
+
+    def apply(self, logits: np.ndarray) -> np.ndarray:
+        for index, (force, prompt, output) in self.rows.items():
+            logits[index] = -np.inf
+            logits[index, (force + len(output)) % logits.shape[1]] = 0
+            self.seen.append((prompt, list(output)))
+        return logits

@@ -1,12 +1,13 @@
 """`ModelRunner`: from a `SchedulerOutput` to arrays, through the backend, to sampled ids.
 
 Owns the input batch, the sampler and everything a worker remembers of live requests. It knows no
-files and no processes. A failure that belongs to one request (bad logits, masks that leave nothing,
-a user's processor that raises) ends up in ``errors`` of the output; the others go on.
+files and no processes. A failure that belongs to one request (bad parameters or logits, masks that
+leave nothing, a user's processor that raises) ends up in ``errors``; the others go on.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -31,6 +32,8 @@ from tellin.worker.thinking import ThinkingBudgets
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
+
+logger = logging.getLogger("tellin.worker")
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -145,7 +148,11 @@ class ModelRunner:
             self._forget(req_id)
         update, new_states = self.batch.apply(step)
         for state in new_states:
-            self._admit(state)
+            try:
+                self._admit(state)
+            except Exception as error:
+                logger.exception("request %s could not be set up", state.req_id)
+                state.error = f"its parameters could not be set up: {error}"
         if self.processors.engine_wide:
             self.processors.update_state(update)
         if step.kv_block_copies:
