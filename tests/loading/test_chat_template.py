@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tellin.exceptions import InvalidParameterError, RequestError
+from tellin.loading import chat_template
 from tellin.loading.chat_template import ChatTemplate, choose_template
 from tellin.loading.templates import templates_from_folder
 from tellin.loading.tokenizer import load_tokenizer
@@ -173,6 +175,41 @@ def test_sandbox_holds(text: str) -> None:
 def test_no_huge_value_is_made_of_small_ones(expression: str) -> None:
     with pytest.raises(RequestError):
         render("{{ " + expression + " }}")
+
+
+SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        SLOW,
+        "{% set r = range(99999)|list %}{% for i in r %}{% for j in r if false %}{% endfor %}"
+        "{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+        "{{ f(50) }}",
+        "{% for i in range(99999) recursive %}{{ loop(range(99999)) }}{% endfor %}",
+    ],
+)
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(chat_template, "_MAX_SECONDS", 0.1)
+    started = time.thread_time()
+    with pytest.raises(RequestError, match=r"chat template (refused|failed)"):
+        render(text)
+    assert time.thread_time() - started < 3
+
+
+@pytest.mark.parametrize("operation", ["ns.s ~ ns.s", "ns.s + ns.s"])
+def test_values_that_double_are_bounded(operation: str) -> None:
+    text = "{% set ns = namespace(s='x') %}{% for i in range(60) %}{% set ns.s = OP %}{% endfor %}"
+    with pytest.raises(RequestError, match="value of size 134217728 is too large"):
+        render(text.replace("OP", operation))
+
+
+def test_concatenation_takes_everything() -> None:
+    text = "{{ 'a' ~ 1 ~ none ~ missing ~ [2] }}{% for m in messages %}{{ loop.index ~ ';' }}"
+    assert render(text + "{% else %}none{% endfor %}") == "a1None[2]1;"
+    assert render(text + "{% else %}none{% endfor %}", []) == "a1None[2]none"
 
 
 def test_usual_sizes_pass_the_guard() -> None:

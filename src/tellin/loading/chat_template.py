@@ -2,8 +2,9 @@
 
 A template is a stranger's program. It runs in Jinja's immutable sandbox, sees the conversation and
 nothing else, and its failures are the request's: they become request errors that carry its words.
-The sandbox protects files and objects, not processor time: take templates from models, not from
-whoever can send a request.
+The sandbox protects files and objects. Processor time is bounded, and so is the size of output and
+of values that operators make, but filters can still take memory: take templates from models, not
+from whoever can send a request.
 The environment (functions, filters, white space) is the one that templates are written for: that of
 the transformers library's ``apply_chat_template``.
 """
@@ -14,19 +15,25 @@ import datetime
 import functools
 import json
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jinja2
 import jinja2.ext
 import jinja2.filters
+import jinja2.nodes
 import jinja2.sandbox
+import jinja2.visitor
 
 from tellin.exceptions import InvalidParameterError, RequestError
 
 _MAX_OUTPUT_CHARS = 64 << 20
 """More than any context holds; a template that loops over itself stops here."""
+_MAX_SECONDS = 5.0
+"""Processor time of one rendering: real templates take milliseconds for long conversations."""
 _HUGE_WIDTH = re.compile(r"%[-+ #0.]*(\d{7}|\*)|:[^{}]*\d{7}")
 """In a text to be formatted: a width of seven digits, or one that is given elsewhere."""
 _MARK = "\ue000end-of-final-message\ue001"
@@ -91,6 +98,7 @@ class ChatTemplate:
         }
         parts: list[str] = []
         num_chars = 0
+        _budget.start()
         try:
             for part in self._template.generate(context):
                 num_chars += len(part)
@@ -198,10 +206,69 @@ def _mark_final_message(message: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, which also refuses to make a huge value of small ones in one go."""
+class _Budget(threading.local):
+    """Processor time of the rendering that runs in a thread."""
 
-    intercepted_binops = frozenset({"*", "**", "%"})
+    def __init__(self) -> None:
+        self._end = 0.0
+
+    def start(self) -> None:
+        self._end = time.thread_time() + _MAX_SECONDS
+
+    def spend(self) -> None:
+        """A round of a loop begins, or a macro."""
+        if time.thread_time() > self._end:
+            raise _TemplateRefusalError(f"it takes more than {_MAX_SECONDS:g} s")
+
+
+_budget = _Budget()
+
+
+class _Bounds(jinja2.visitor.NodeTransformer):
+    """Puts the budget's clock into loops and macros, and a limit onto ``~``."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:  # noqa: N802
+        return self._watch(node)
+
+    def visit_Macro(self, node: jinja2.nodes.Macro) -> jinja2.nodes.Node:  # noqa: N802
+        return self._watch(node)
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        return _call_of("concatenate", node.nodes, node.lineno)
+
+    def _watch(self, node: jinja2.nodes.For | jinja2.nodes.Macro) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        look = jinja2.nodes.ExprStmt(_call_of("spend", [], node.lineno), lineno=node.lineno)
+        node.body.insert(0, look)
+        return node
+
+
+def _call_of(method: str, arguments: list[Any], lineno: int) -> jinja2.nodes.Call:
+    """A call of one of the environment's own methods."""
+    function = jinja2.nodes.EnvironmentAttribute(method, lineno=lineno)
+    return jinja2.nodes.Call(function, arguments, [], None, None, lineno=lineno)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, which also bounds time and refuses to make huge values."""
+
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        tree = _Bounds().visit(super()._parse(source, name, filename))
+        tree.set_environment(self)
+        return cast("jinja2.nodes.Template", tree)
+
+    def spend(self) -> None:
+        """Part of every loop and macro."""
+        _budget.spend()
+
+    def concatenate(self, *values: Any) -> str:
+        """The operator ``~``."""
+        texts = [str(value) for value in values]
+        _check_size(sum(map(len, texts)))
+        return "".join(texts)
 
     def call_binop(
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
@@ -210,6 +277,9 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, str | bytes | list | tuple) and isinstance(other, int):
                     _check_size(len(one) * other)
+        elif operator == "+":
+            if isinstance(left, str | bytes | list | tuple) and hasattr(right, "__len__"):
+                _check_size(len(left) + len(right))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
             _check_size(left.bit_length() * right)
         elif operator == "%":
@@ -262,7 +332,7 @@ def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
         lstrip_blocks=True,
         extensions=[jinja2.ext.loopcontrols, _GenerationTag],
     )
-    for name in ("center", "indent"):
+    for name in ("batch", "center", "indent", "slice"):
         environment.filters[name] = _guard(environment.filters[name])
     environment.filters["format"] = _format
     environment.filters["tojson"] = _to_json
