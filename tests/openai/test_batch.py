@@ -80,6 +80,19 @@ def test_answers_refusals_and_resuming(tiny_model: Path, tmp_path: Path) -> None
     assert cli.main(command(tiny_model, source, target)) == 0  # nothing is left to do
 
 
+def test_scores_and_rankings(tiny_model: Path, tmp_path: Path) -> None:
+    lines = [
+        {"custom_id": "s", "url": "/v1/score", "body": {"text_1": "x", "text_2": ["x", "y"]}},
+        {"custom_id": "r", "url": "/v1/rerank", "body": {"query": "x", "documents": ["y", "x"]}},
+    ]
+    source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    options = ["--set", "runner=pooling"]
+    assert cli.main([*command(tiny_model, source, target), *options]) == 0
+    bodies = {name: answer["response"]["body"] for name, answer in read(target).items()}
+    assert [item["index"] for item in bodies["s"]["data"]] == [0, 1]
+    assert [item["index"] for item in bodies["r"]["results"]] == [1, 0]
+
+
 def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
     lines = [chat(i, max_tokens=50, ignore_eos=True) for i in range(60)]
     source, target = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"

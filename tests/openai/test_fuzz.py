@@ -36,6 +36,8 @@ TARGETS: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/v1/completions", bodies.CompletionRequest, {"prompt": "hi", "max_tokens": 2}),
     ("/v1/responses", ResponsesRequest, {"input": "hi", "max_output_tokens": 2}),
     ("/v1/embeddings", bodies.EmbeddingRequest, {"input": "hi"}),
+    ("/score", bodies.ScoreRequest, {"text_1": "hi", "text_2": "ho"}),
+    ("/rerank", bodies.RerankRequest, {"query": "hi", "documents": ["ho"]}),
     ("/tokenize", bodies.TokenizeRequest, {"prompt": "hi"}),
     ("/detokenize", bodies.DetokenizeRequest, {"tokens": [5]}),
 ]

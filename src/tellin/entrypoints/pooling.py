@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from tellin.entrypoints.offline_runner import (
     one_per_prompt,
 )
 from tellin.entrypoints.progress import UseTqdm
+from tellin.entrypoints.scoring import scoring_task, similarity_of
 from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
 from tellin.outputs import (
     ClassificationRequestOutput,
@@ -99,7 +99,7 @@ class PoolingCalls(EngineControls):
                 value=len(first),
             )
         tasks = self.supported_tasks
-        task = next((name for name in ("embed", "token_embed") if name in tasks), None)
+        task = scoring_task(tasks)
         if task is None:
             raise UnsupportedFeatureError(
                 f"score() needs a model that embeds; this one supports {', '.join(tasks)}"
@@ -109,7 +109,7 @@ class PoolingCalls(EngineControls):
         queries, documents = outputs[: len(first)], outputs[len(first) :]
         if len(queries) == 1:
             queries = queries * len(documents)
-        similarity = _cosine if task == "embed" else _max_similarity
+        similarity = similarity_of(task)
         return [
             ScoringRequestOutput(
                 request_id=f"{query.request_id}_{document.request_id}",
@@ -148,12 +148,3 @@ def _with_task(params: Any, task: str) -> PoolingParams:
     clone = params.clone()
     clone.task = task
     return clone
-
-
-def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    norms = math.sqrt(math.fsum(x * x for x in a)) * math.sqrt(math.fsum(y * y for y in b))
-    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / norms if norms else 0.0
-
-
-def _max_similarity(query: Sequence[Sequence[float]], document: Sequence[Sequence[float]]) -> float:
-    return math.fsum(max(_cosine(q, d) for d in document) for q in query)

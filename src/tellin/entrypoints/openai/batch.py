@@ -24,9 +24,12 @@ from tellin.entrypoints.openai.requests import (
     ChatCompletionRequest,
     CompletionRequest,
     EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
 )
 from tellin.entrypoints.openai.responses import ResponsesService
 from tellin.entrypoints.openai.responses_request import ResponsesRequest
+from tellin.entrypoints.openai.scores import ScoreService
 from tellin.entrypoints.openai.serving import ServingContext
 from tellin.exceptions import EngineError, InvalidParameterError
 
@@ -133,6 +136,7 @@ class BatchRunner:
         self._completions = CompletionService(context)
         self._responses = ResponsesService(context)
         self._embeddings = EmbeddingService(context)
+        self._scores = ScoreService(context)
 
     async def run(self, files: BatchFiles, on_done: Callable[[bool], None]) -> None:
         """Answer every line that has no answer yet.
@@ -198,6 +202,10 @@ class BatchRunner:
             return await (await self._responses.prepare(response)).complete()
         if line.url == "/v1/embeddings":
             return await self._embeddings.embed(EmbeddingRequest.model_validate_json(body))
+        if line.url in ("/v1/score", "/score"):
+            return await self._scores.score(ScoreRequest.model_validate_json(body))
+        if line.url in ("/v1/rerank", "/rerank", "/v2/rerank"):
+            return await self._scores.rerank(RerankRequest.model_validate_json(body))
         raise ApiError(404, f"a batch cannot call {line.url!r}", "url", "not_found")
 
 

@@ -1,29 +1,19 @@
-"""``/v1/embeddings``: vectors of texts, for models made for it.
-
-All inputs of a call are in the engine together, so that they share steps; what one of them fails
-with is the answer, and the others are aborted.
-"""
+"""``/v1/embeddings``: vectors of texts, for models made for it."""
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import struct
-import uuid
 
-from tellin.engine.prompts import RenderedPrompt, TokenizeParams
+from tellin.engine.prompts import TokenizeParams
 from tellin.entrypoints.openai.completions import prompts_of
 from tellin.entrypoints.openai.errors import bad_request
+from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, run_pooling
 from tellin.entrypoints.openai.replies import Embedding, EmbeddingList, Usage
 from tellin.entrypoints.openai.requests import EmbeddingRequest
 from tellin.entrypoints.openai.serving import ServingContext
-from tellin.outputs import EmbeddingOutput, PoolingRequestOutput
-from tellin.protocol import LoRARequest
+from tellin.outputs import EmbeddingOutput
 from tellin.sampling_params import PoolingParams
-
-MAX_INPUTS = 2048
-MAX_IN_FLIGHT = 64
-"""Inputs of one call that are in the engine at a time: more would only fill its queue."""
 
 
 class EmbeddingService:
@@ -58,47 +48,12 @@ class EmbeddingService:
         data, num_tokens = [], 0
         lora_request = context.adapters.get(request.model)
         model_name = context.shown_name(request.model)
-        for index, output in enumerate(await self._run_all(rendered, params, lora_request)):
+        outputs = await run_pooling(context, rendered, params, lora_request)
+        for index, output in enumerate(outputs):
             vector = EmbeddingOutput.from_base(output.outputs).embedding
             num_tokens += len(output.prompt_token_ids)
             data.append(Embedding(index, _encode(vector, request.encoding_format)))
         return EmbeddingList(model_name, data, Usage(num_tokens, 0, num_tokens))
-
-    async def _run_all(
-        self,
-        prompts: list[RenderedPrompt],
-        params: PoolingParams,
-        lora_request: LoRARequest | None,
-    ) -> list[PoolingRequestOutput]:
-        seats = asyncio.Semaphore(MAX_IN_FLIGHT)
-
-        async def seated(prompt: RenderedPrompt) -> PoolingRequestOutput:
-            async with seats:
-                return await self._run(prompt, params, lora_request)
-
-        tasks = [asyncio.ensure_future(seated(prompt)) for prompt in prompts]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _run(
-        self, prompt: RenderedPrompt, params: PoolingParams, lora_request: LoRARequest | None
-    ) -> PoolingRequestOutput:
-        context = self.context
-        last = None
-        timeout_s = context.config.request_timeout_s
-        async for output in context.engine.encode(
-            prompt, params, uuid.uuid4().hex, timeout_s=timeout_s, lora_request=lora_request
-        ):
-            last = output
-        if last is None:
-            raise RuntimeError("the engine returned no embedding")
-        if last.error is not None:
-            raise last.error
-        return last
 
 
 def _encode(vector: list[float], encoding_format: str) -> list[float] | str:

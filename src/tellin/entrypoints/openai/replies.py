@@ -171,6 +171,45 @@ class EmbeddingList(msgspec.Struct):
     object: str = "list"
 
 
+class Score(msgspec.Struct):
+    index: int
+    score: float
+    object: str = "score"
+
+
+class ScoreList(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Score]
+    usage: Usage
+    object: str = "list"
+
+
+class RankedDocument(msgspec.Struct):
+    text: str
+
+
+class RerankedDocument(msgspec.Struct):
+    index: int
+    """Place among the request's documents."""
+    relevance_score: float
+    document: RankedDocument | UnsetType = UNSET
+
+
+class RankUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Ranking(msgspec.Struct):
+    id: str
+    model: str
+    usage: RankUsage
+    results: list[RerankedDocument]
+    """Best first."""
+
+
 class ModelCard(msgspec.Struct):
     id: str
     created: int

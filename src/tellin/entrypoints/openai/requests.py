@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 TokenIds = Annotated[list[int], Field(min_length=1)]
 PromptInput = (
@@ -259,6 +259,34 @@ class EmbeddingRequest(Ignored):
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+
+
+Texts = str | Annotated[list[str], Field(min_length=1)]
+
+
+class ScoreRequest(Ignored):
+    """Texts to compare, pair by pair; under vLLM's older or newer names."""
+
+    model: str | None = None
+    text_1: Texts = Field(validation_alias=AliasChoices("text_1", "queries", "data_1"))
+    text_2: Texts = Field(validation_alias=AliasChoices("text_2", "documents", "items", "data_2"))
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+
+
+class Document(Body):
+    text: str
+
+
+class RerankRequest(Ignored):
+    model: str | None = None
+    query: str
+    documents: Annotated[list[str | Document], Field(min_length=1)]
+    top_n: Annotated[int, Field(ge=0)] | None = None
+    """How many of the best to return; None and 0 = all."""
+    return_documents: bool = True
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool = True
 

@@ -16,6 +16,7 @@ from tellin.entrypoints.openai.embeddings import EmbeddingService
 from tellin.entrypoints.openai.http import body_reader, json_reply, stream_reply, until_disconnect
 from tellin.entrypoints.openai.responses import ResponsesService
 from tellin.entrypoints.openai.responses_request import ResponsesRequest
+from tellin.entrypoints.openai.scores import ScoreService
 from tellin.entrypoints.openai.serving import ServingContext
 from tellin.entrypoints.openai.status import StatusService
 from tellin.entrypoints.openai.tokenization import TokenizationService
@@ -33,6 +34,8 @@ DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     bodies.CompletionRequest,
     ResponsesRequest,
     bodies.EmbeddingRequest,
+    bodies.ScoreRequest,
+    bodies.RerankRequest,
     bodies.TokenizeRequest,
     bodies.DetokenizeRequest,
     bodies.LoadAdapterRequest,
@@ -47,6 +50,7 @@ def api_routes(context: ServingContext) -> APIRouter:
     completions = CompletionService(context)
     responses = ResponsesService(context)
     embeddings = EmbeddingService(context)
+    scores = ScoreService(context)
     tokenization = TokenizationService(context)
     timeout_s = context.config.body_timeout_s
 
@@ -54,6 +58,8 @@ def api_routes(context: ServingContext) -> APIRouter:
     read_completion = body_reader(bodies.CompletionRequest, timeout_s)
     read_response = body_reader(ResponsesRequest, timeout_s)
     read_embedding = body_reader(bodies.EmbeddingRequest, timeout_s)
+    read_score = body_reader(bodies.ScoreRequest, timeout_s)
+    read_rerank = body_reader(bodies.RerankRequest, timeout_s)
     read_tokenize = body_reader(bodies.TokenizeRequest, timeout_s)
     read_detokenize = body_reader(bodies.DetokenizeRequest, timeout_s)
 
@@ -81,6 +87,19 @@ def api_routes(context: ServingContext) -> APIRouter:
     async def create_embeddings(request: Request) -> Response:
         body = await read_embedding(request)
         return _reply(await until_disconnect(request, embeddings.embed(body)))
+
+    @router.post("/score", openapi_extra=documented(bodies.ScoreRequest))
+    @router.post("/v1/score", openapi_extra=documented(bodies.ScoreRequest))
+    async def create_scores(request: Request) -> Response:
+        body = await read_score(request)
+        return _reply(await until_disconnect(request, scores.score(body)))
+
+    @router.post("/rerank", openapi_extra=documented(bodies.RerankRequest))
+    @router.post("/v1/rerank", openapi_extra=documented(bodies.RerankRequest))
+    @router.post("/v2/rerank", openapi_extra=documented(bodies.RerankRequest))
+    async def create_ranking(request: Request) -> Response:
+        body = await read_rerank(request)
+        return _reply(await until_disconnect(request, scores.rerank(body)))
 
     @router.post("/tokenize", openapi_extra=documented(bodies.TokenizeRequest))
     async def tokenize(request: Request) -> Response:

@@ -1,0 +1,123 @@
+"""``/score`` and ``/rerank``: how similar texts are, for models that embed.
+
+What `LLM.score` computes, in the shapes of vLLM's server, which for ``/rerank`` are those of Jina
+and Cohere. The clients of both read them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from tellin.engine.prompts import TokenizeParams
+from tellin.entrypoints.openai.errors import bad_request
+from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, run_pooling
+from tellin.entrypoints.openai.replies import (
+    RankedDocument,
+    Ranking,
+    RankUsage,
+    RerankedDocument,
+    Score,
+    ScoreList,
+    Usage,
+)
+from tellin.entrypoints.openai.requests import RerankRequest, ScoreRequest
+from tellin.entrypoints.openai.serving import ServingContext, new_id
+from tellin.entrypoints.scoring import scoring_task, similarity_of
+from tellin.sampling_params import PoolingParams
+
+
+class ScoreService:
+    def __init__(self, context: ServingContext) -> None:
+        self.context = context
+
+    async def score(self, request: ScoreRequest) -> ScoreList:
+        """Scores of pairs: 1:1, 1:N (the first is repeated) or N:N.
+
+        Raises:
+            ApiError, TellinError: the model cannot embed, or a text is not acceptable.
+        """
+        first, second = _as_list(request.text_1), _as_list(request.text_2)
+        if len(first) not in (1, len(second)):
+            raise bad_request(
+                f"text_1 and text_2 must pair 1 with N or N with N texts, got {len(first)} and "
+                f"{len(second)}",
+                "text_1",
+            )
+        scores, num_tokens = await self._scores(request, first, second, "text_2")
+        data = [Score(index, score) for index, score in enumerate(scores)]
+        return ScoreList(
+            new_id("score"),
+            int(time.time()),
+            self.context.shown_name(request.model),
+            data,
+            Usage(num_tokens, 0, num_tokens),
+        )
+
+    async def rerank(self, request: RerankRequest) -> Ranking:
+        """Documents by their score, best first; equal ones in their order.
+
+        Raises:
+            ApiError, TellinError: as `score`.
+        """
+        texts = [d if isinstance(d, str) else d.text for d in request.documents]
+        scores, num_tokens = await self._scores(request, [request.query], texts, "documents")
+        order = sorted(range(len(texts)), key=lambda index: -scores[index])
+        results = []
+        for index in order[: request.top_n or None]:
+            result = RerankedDocument(index, scores[index])
+            if request.return_documents:
+                result.document = RankedDocument(texts[index])
+            results.append(result)
+        usage = RankUsage(num_tokens, num_tokens)
+        model_name = self.context.shown_name(request.model)
+        return Ranking(new_id("rerank"), model_name, usage, results)
+
+    async def _scores(
+        self,
+        request: ScoreRequest | RerankRequest,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        documents_name: str,
+    ) -> tuple[list[float], int]:
+        """Scores of all documents, and the number of tokens that were read."""
+        context = self.context
+        context.check_model(request.model)
+        context.check_accepts()
+        tasks = await context.engine.get_supported_tasks()
+        task = scoring_task(tasks)
+        if task is None:
+            raise bad_request(
+                f"the model {context.model_name!r} does not embed, which scores are made of; it "
+                f"supports: {', '.join(tasks)} (a server started with --set runner=both does both)",
+                "model",
+                "unsupported_model",
+            )
+        if len(documents) > MAX_INPUTS:
+            raise bad_request(
+                f"{documents_name} has {len(documents)} items; at most {MAX_INPUTS}", documents_name
+            )
+        tok_params = TokenizeParams(request.add_special_tokens, pools=True).with_options(
+            {"truncate_prompt_tokens": request.truncate_prompt_tokens}
+        )
+        rendered = await context.engine.renderer.render_cmpl_async(
+            [*queries, *documents], tok_params
+        )
+        lora_request = context.adapters.get(request.model)
+        outputs = await run_pooling(context, rendered, PoolingParams(task=task), lora_request)
+        num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+        data = [output.outputs.data for output in outputs]
+        first, second = data[: len(queries)], data[len(queries) :]
+        if len(first) == 1:
+            first = first * len(second)
+        similarity = similarity_of(task)
+        # In a thread: a thousand long vectors must not hold up the streams of others.
+        scores = await asyncio.to_thread(
+            lambda: [similarity(one, other) for one, other in zip(first, second, strict=True)]
+        )
+        return scores, num_tokens
+
+
+def _as_list(texts: str | list[str]) -> list[str]:
+    return [texts] if isinstance(texts, str) else texts
