@@ -31,6 +31,42 @@ TELLIN_INLINE __m256i broadcast_word(const void* p) {
   return v;
 }
 
+// Adds the products of four codes and four activations per row to a sum, or makes them the sum: in int16, or
+// with vpdpbusd in int32.
+TELLIN_INLINE void add_product(__m256i w, __m256i y, bool is_first, __m256i& sum) {
+#if defined(__AVXVNNI__)
+  sum = _mm256_dpbusd_avx_epi32(is_first ? _mm256_setzero_si256() : sum, w, y);
+#else
+  const __m256i product = _mm256_maddubs_epi16(w, y);
+  if (is_first) {
+    sum = product;
+  } else {
+    add_int16(sum, product);
+  }
+#endif
+}
+
+// The same for the codes alone, in bytes.
+TELLIN_INLINE void add_codes(__m256i w, bool is_first, __m256i& sum) {
+  if (is_first) {
+    sum = w;
+  } else {
+    asm("vpaddb %1, %0, %0" : "+x"(sum) : "x"(w));
+  }
+}
+
+// Pairs (sum of `features` codes - features * zero point, zero point) in the rows' 32-bit lanes. code_sum: in
+// bytes, 8 x 31 or 4 x 63 at most; of 8-bit codes in int32.
+template <int kBits>
+TELLIN_INLINE __m256i code_pair_of(__m256i code_sum, int features, int zero_point) {
+  if constexpr (kBits < 8) {
+    const __m256i words = _mm256_maddubs_epi16(code_sum, _mm256_set1_epi8(1));
+    code_sum = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
+  }
+  const __m256i sum = _mm256_add_epi32(code_sum, _mm256_set1_epi32(-features * zero_point));
+  return _mm256_blend_epi16(sum, _mm256_set1_epi32(zero_point << 16), 0xaa);
+}
+
 // The record of row t of a tile.
 template <class Act>
 TELLIN_INLINE const Act* act_row(const Act* x, int t, int64_t row_bytes) {
@@ -44,19 +80,18 @@ TELLIN_INLINE __m256 broadcast_float(const float* p) {
 // Adds the terms of the activations' zero and of the codes' zero point to the sums of a block or half (pair
 // 0: block; 1, 2: halves).
 template <QuantType T, int kTokens>
-TELLIN_INLINE void add_zero_terms(const Act8* x, int64_t row_bytes, int pair, const int32_t* code_pair,
+TELLIN_INLINE void add_zero_terms(const Act8* x, int64_t row_bytes, int pair, const __m256i (&code_pair)[2],
                                   __m256i (&sum)[2][kTokens]) {
-  const auto* pairs = reinterpret_cast<const __m256i*>(code_pair);
 #pragma GCC unroll 6
   for (int t = 0; t < kTokens; ++t) {
     const __m256i zero = broadcast_word(act_row(x, t, row_bytes)->zero_pair[pair]);
-    add_int32(sum[0][t], _mm256_madd_epi16(zero, _mm256_load_si256(pairs)));
-    add_int32(sum[1][t], _mm256_madd_epi16(zero, _mm256_load_si256(pairs + 1)));
+    add_int32(sum[0][t], _mm256_madd_epi16(zero, code_pair[0]));
+    add_int32(sum[1][t], _mm256_madd_epi16(zero, code_pair[1]));
   }
 }
 
 template <QuantType T, int kTokens>
-TELLIN_INLINE void add_zero_terms(const Act16* x, int64_t row_bytes, int pair, const int32_t*,
+TELLIN_INLINE void add_zero_terms(const Act16* x, int64_t row_bytes, int pair, const __m256i (&)[2],
                                   __m256i (&sum)[2][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kFormat.zero_point_log2 >= 0) {
@@ -71,6 +106,55 @@ TELLIN_INLINE void add_zero_terms(const Act16* x, int64_t row_bytes, int pair, c
     }
   }
 }
+
+// Of formats that scale per 16 features: what the first half of a block comes to.
+template <int kTokens>
+TELLIN_INLINE void scale_half(const float (&scale)[kRows], const __m256i (&sum)[2][kTokens],
+                              __m256 (&product)[2][kTokens]) {
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    const __m256 s = _mm256_load_ps(scale + h * kHalfRows);
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
+  }
+}
+
+// Scales the integer sums of a block and adds them to acc [kTokens][16]; `product`: see scale_half.
+template <QuantType T, class Act, int kTokens>
+TELLIN_INLINE void scale_sums(const Act* x, int64_t row_bytes, const float (*scale)[kRows],
+                              const float (*minimum)[kRows], const __m256i (&sum)[2][kTokens],
+                              const __m256 (&product)[2][kTokens], float* acc) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kLast = kFormat.per16() ? 1 : 0;
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; ++h) {
+    const __m256 s = _mm256_load_ps(scale[kLast] + h * kHalfRows);
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) {
+      const Act* block = act_row(x, t, row_bytes);
+      float* const a = acc + t * kRows + h * kHalfRows;
+      const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
+      const __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
+      __m256 result = _mm256_fmadd_ps(p, broadcast_float(&block->scale), _mm256_load_ps(a));
+      if constexpr (kFormat.has_min) {
+#pragma GCC unroll 2
+        for (int i = 0; i <= kLast; ++i) {
+          const __m256 x_sum = broadcast_float(kFormat.per16() ? &block->half_sum[i] : &block->sum);
+          result = _mm256_fmadd_ps(_mm256_load_ps(minimum[i] + h * kHalfRows), x_sum, result);
+        }
+      }
+      _mm256_store_ps(a, result);
+    }
+  }
+  asm volatile("" ::: "memory");
+}
+
+struct IntProblem {
+  const PackedMatrix& w;
+  const QuantizedRows& x;
+  float* out;
+  int64_t ldo;
+};
 
 }  // namespace
 }  // namespace tellin

@@ -30,24 +30,13 @@ TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       w[h] = load_quad<kBits, kQuad>(block + h * kHalfBytes);
-      if constexpr (kSumCodes) code_sum[h] = kQuad == 0 ? w[h] : _mm256_add_epi8(code_sum[h], w[h]);
+      if constexpr (kSumCodes) add_codes(w[h], kQuad == 0, code_sum[h]);
     }
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
       const __m256i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-#if defined(__AVXVNNI__)
-        sum[h][t] = _mm256_dpbusd_avx_epi32(kQuad == kBegin ? _mm256_setzero_si256() : sum[h][t], w[h], y);
-#else
-        const __m256i product = _mm256_maddubs_epi16(w[h], y);
-        if (kQuad == kBegin) {
-          sum[h][t] = product;
-        } else {
-          add_int16(sum[h][t], product);
-        }
-#endif
-      }
+      for (int h = 0; h < 2; ++h) add_product(w[h], y, kQuad == kBegin, sum[h][t]);
     }
     add_packed_quads<kBits, kBegin, kQuad + 1, kEnd, kSumCodes>(block, x, row_bytes, sum, code_sum);
   }
@@ -88,16 +77,11 @@ TELLIN_INLINE void add_packed_block(const uint8_t* block, const uint8_t* x, int6
   const auto* first = reinterpret_cast<const Act*>(x);
   __m256i sum[2][kTokens], code_sum[2];
   packed_plane_sums<kFormat.bits, Act::kPlanes == 1>(block, first->q[0], row_bytes, sum, code_sum);
-  alignas(32) int32_t pairs[kRows];
+  __m256i pairs[2];
   if constexpr (Act::kPlanes == 1) {
-    const __m256i one16 = _mm256_set1_epi16(1), one8 = _mm256_set1_epi8(1);
-    const __m256i start = _mm256_set1_epi32(-kBlockK * kFormat.zero_point());
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m256i words = _mm256_madd_epi16(_mm256_maddubs_epi16(code_sum[h], one8), one16);
-      const __m256i pair = _mm256_blend_epi16(_mm256_add_epi32(start, words),
-                                              _mm256_set1_epi32(kFormat.zero_point() << 16), 0xaa);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(pairs + h * kHalfRows), pair);
+      pairs[h] = code_pair_of<kFormat.bits>(code_sum[h], kBlockK, kFormat.zero_point());
     }
   } else {
     __m256i low[2][kTokens];

@@ -12,6 +12,7 @@
 // A value is the same sequence of roundings as in the AVX-512 variant (see avx512/linear_int.h).
 #pragma once
 #include "linear_few.h"
+#include "linear_words.h"
 
 namespace tellin {
 namespace {
@@ -21,7 +22,7 @@ struct Chunk {
   alignas(64) uint8_t codes[kChunkBlocks][8][kVectorBytes];
   alignas(64) float scale[2 * kChunkBlocks][kRows];
   alignas(64) float minimum[2 * kChunkBlocks][kRows];
-  alignas(64) int32_t code_pair[2 * kChunkBlocks][kRows];  // see store_code_pairs; for 8-bit activations
+  alignas(64) int32_t code_pair[2 * kChunkBlocks][kRows];  // see code_pair_of; for 8-bit activations
 };
 
 // Adds quads [kQuad, kEnd) of a block to int16 sums: sum[half][token] = or += products.
@@ -33,14 +34,8 @@ TELLIN_INLINE void add_quads(const uint8_t (*codes)[kVectorBytes], const int8_t*
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
       const __m256i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
-      const __m256i p0 = _mm256_maddubs_epi16(w0, y), p1 = _mm256_maddubs_epi16(w1, y);
-      if (is_first) {
-        sum[0][t] = p0;
-        sum[1][t] = p1;
-      } else {
-        add_int16(sum[0][t], p0);
-        add_int16(sum[1][t], p1);
-      }
+      add_product(w0, y, is_first, sum[0][t]);
+      add_product(w1, y, is_first, sum[1][t]);
     }
     asm volatile("" ::: "memory");  // keeps the loads of later quads from being hoisted
     add_quads<kQuad + 1, kEnd>(codes, x, row_bytes, false, sum);
@@ -57,14 +52,8 @@ TELLIN_INLINE void add_nibble_quads(const uint8_t* codes, const int8_t* x, int64
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
       const __m256i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
-      const __m256i p_low = _mm256_maddubs_epi16(w_low, y), p_high = _mm256_maddubs_epi16(w_high, y);
-      if (kQuad == 0) {
-        low[t] = p_low;
-        high[t] = p_high;
-      } else {
-        add_int16(low[t], p_low);
-        add_int16(high[t], p_high);
-      }
+      add_product(w_low, y, kQuad == 0, low[t]);
+      add_product(w_high, y, kQuad == 0, high[t]);
     }
     asm volatile("" ::: "memory");
     add_nibble_quads<kQuad + 1>(codes, x, row_bytes, low, high);
@@ -82,8 +71,8 @@ TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
       const __m256i y = broadcast_word(x + t * row_bytes + 4 * q);
-      sum[0][t] = _mm256_dpbusd_avx_epi32(q == kQuad ? _mm256_setzero_si256() : sum[0][t], w0, y);
-      sum[1][t] = _mm256_dpbusd_avx_epi32(q == kQuad ? _mm256_setzero_si256() : sum[1][t], w1, y);
+      add_product(w0, y, q == kQuad, sum[0][t]);
+      add_product(w1, y, q == kQuad, sum[1][t]);
     }
     asm volatile("" ::: "memory");  // keeps the loads of later quads from being hoisted
   }
@@ -148,51 +137,32 @@ TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_
   }
 }
 
+// Exact int32 sums of (codes - zero point) x whole activations over the block, or over half kHalf of it.
+template <QuantType T, int kHalf, class Act, int kTokens>
+TELLIN_INLINE void whole_sums(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
+                              const int32_t* code_pair, __m256i (&sum)[2][kTokens]) {
+  constexpr int kBegin = kHalf == 1 ? 4 : 0, kEnd = kHalf == 0 ? 4 : 8;
+  block_sums<format_of(T).bits, kBegin, kEnd, Act>(codes, x, row_bytes, sum);
+  const auto* pairs = reinterpret_cast<const __m256i*>(code_pair);
+  const __m256i pair[2] = {_mm256_load_si256(pairs), _mm256_load_si256(pairs + 1)};
+  add_zero_terms<T>(reinterpret_cast<const Act*>(x), row_bytes, kHalf + 1, pair, sum);
+}
+
 // One 32-feature block added to acc [kTokens][16].
 template <QuantType T, class Act, int kTokens>
 TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
                              const float (*scale)[kRows], const float (*minimum)[kRows],
                              const int32_t (*code_pair)[kRows], float* acc) {
-  constexpr PackedFormat kFormat = format_of(T);
-  const auto* first = reinterpret_cast<const Act*>(x);
-  constexpr int kLast = kFormat.per16() ? 1 : 0;
   __m256i sum[2][kTokens];
   __m256 product[2][kTokens];
-  if constexpr (kFormat.per16()) {
-    block_sums<kFormat.bits, 0, 4, Act>(codes, x, row_bytes, sum);
-    add_zero_terms<T>(first, row_bytes, 1, code_pair[0], sum);
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const __m256 s = _mm256_load_ps(scale[0] + h * kHalfRows);
-#pragma GCC unroll 6
-      for (int t = 0; t < kTokens; ++t) product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
-    }
-    block_sums<kFormat.bits, 4, 8, Act>(codes, x, row_bytes, sum);
+  if constexpr (format_of(T).per16()) {
+    whole_sums<T, 0, Act>(codes, x, row_bytes, code_pair[0], sum);
+    scale_half(scale[0], sum, product);
+    whole_sums<T, 1, Act>(codes, x, row_bytes, code_pair[1], sum);
   } else {
-    block_sums<kFormat.bits, 0, 8, Act>(codes, x, row_bytes, sum);
+    whole_sums<T, -1, Act>(codes, x, row_bytes, code_pair[0], sum);
   }
-  add_zero_terms<T>(first, row_bytes, 2 * kLast, code_pair[kLast], sum);
-#pragma GCC unroll 2
-  for (int h = 0; h < 2; ++h) {
-    const __m256 s = _mm256_load_ps(scale[kLast] + h * kHalfRows);
-#pragma GCC unroll 6
-    for (int t = 0; t < kTokens; ++t) {
-      const Act* block = act_row(first, t, row_bytes);
-      float* const a = acc + t * kRows + h * kHalfRows;
-      const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
-      const __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
-      __m256 result = _mm256_fmadd_ps(p, broadcast_float(&block->scale), _mm256_load_ps(a));
-      if constexpr (kFormat.has_min) {
-#pragma GCC unroll 2
-        for (int i = 0; i <= kLast; ++i) {
-          const __m256 x_sum = broadcast_float(kFormat.per16() ? &block->half_sum[i] : &block->sum);
-          result = _mm256_fmadd_ps(_mm256_load_ps(minimum[i] + h * kHalfRows), x_sum, result);
-        }
-      }
-      _mm256_store_ps(a, result);
-    }
-  }
-  asm volatile("" ::: "memory");
+  scale_sums<T>(reinterpret_cast<const Act*>(x), row_bytes, scale, minimum, sum, product, acc);
 }
 
 // Runs a tile over the blocks of a chunk. acc: [kTokens][16], 32-byte aligned.
@@ -215,38 +185,40 @@ __attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t (*code
   }
 }
 
-template <int kBits, int kQuad>
-TELLIN_INLINE void unpack_quads(const uint8_t* block, uint8_t (*codes)[kVectorBytes]) {
-  if constexpr (kQuad < 8) {
-    for (int half = 0; half < 2; ++half) {
-      const __m256i quad = load_quad<kBits, kQuad>(block + half * kHalfBytes);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(codes[kQuad] + half * kHalfBytes), quad);
+// Unpacks quads [kQuad, kEnd) of half `half` of a block, and adds up the codes from quad kBegin on (see
+// code_pair_of).
+template <int kBits, int kBegin, int kQuad, int kEnd>
+TELLIN_INLINE void unpack_quads(const uint8_t* block, int half, uint8_t (*codes)[kVectorBytes],
+                                __m256i& code_sum) {
+  if constexpr (kQuad < kEnd) {
+    const __m256i quad = load_quad<kBits, kQuad>(block + half * kHalfBytes);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(codes[kQuad] + half * kHalfBytes), quad);
+    if constexpr (kBits < 8) {
+      add_codes(quad, kQuad == kBegin, code_sum);
+    } else {
+      const __m256i words = _mm256_maddubs_epi16(quad, _mm256_set1_epi8(1));
+      const __m256i sum = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
+      code_sum = kQuad == kBegin ? sum : _mm256_add_epi32(code_sum, sum);
     }
-    unpack_quads<kBits, kQuad + 1>(block, codes);
+    unpack_quads<kBits, kBegin, kQuad + 1, kEnd>(block, half, codes, code_sum);
   }
 }
 
-// Pairs (sum of codes - features * zero point, zero point) of kQuads quads, for the 16 rows.
-template <int kBits, int kQuads>
-TELLIN_INLINE void store_code_pairs(const uint8_t (*codes)[kVectorBytes], int zero_point, int32_t* pairs) {
-  const __m256i one16 = _mm256_set1_epi16(1), one8 = _mm256_set1_epi8(1);
+// Unpacks the block, or half kHalf of its features.
+template <QuantType T, int kHalf>
+TELLIN_INLINE void unpack_block(const uint8_t* block, uint8_t (*codes)[kVectorBytes], int32_t* code_pair) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kBegin = kHalf == 1 ? 4 : 0, kEnd = kHalf == 0 ? 4 : 8;
+#pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
-    constexpr int kStep = kBits == 8 ? 1 : kQuads;  // sums of quads that fit a byte: 8 x 31, 4 x 63
-    __m256i sum = _mm256_set1_epi32(-4 * kQuads * zero_point);
-#pragma GCC unroll 8
-    for (int q = 0; q < kQuads; q += kStep) {
-      __m256i bytes = load_half(codes[q] + half * kHalfBytes);
-#pragma GCC unroll 8
-      for (int i = 1; i < kStep; ++i)
-        bytes = _mm256_add_epi8(bytes, load_half(codes[q + i] + half * kHalfBytes));
-      sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(bytes, one8), one16));
-    }
-    const __m256i pair = _mm256_blend_epi16(sum, _mm256_set1_epi32(zero_point << 16), 0xaa);
-    _mm256_store_si256(reinterpret_cast<__m256i*>(pairs + half * kHalfRows), pair);
+    __m256i code_sum;
+    unpack_quads<kFormat.bits, kBegin, kBegin, kEnd>(block, half, codes, code_sum);
+    const __m256i pair = code_pair_of<kFormat.bits>(code_sum, 4 * (kEnd - kBegin), kFormat.zero_point());
+    _mm256_store_si256(reinterpret_cast<__m256i*>(code_pair + half * kHalfRows), pair);
   }
 }
 
-template <QuantType T, class Act>
+template <QuantType T>
 void unpack_chunk(const uint8_t* w, int num_supers, Chunk* chunk) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kSums = kFormat.per16() ? 2 : 1;
@@ -254,23 +226,14 @@ void unpack_chunk(const uint8_t* w, int num_supers, Chunk* chunk) {
     const int first = s * kFormat.blocks();
     expand_scales<T>(w, chunk->scale + first * kSums, chunk->minimum + first * kSums);
     for (int b = 0; b < kFormat.blocks(); ++b) {
+      const uint8_t* block = w + kFormat.header_bytes() + b * kFormat.block_bytes();
       uint8_t (*const codes)[kVectorBytes] = chunk->codes[first + b];
-      unpack_quads<kFormat.bits, 0>(w + kFormat.header_bytes() + b * kFormat.block_bytes(), codes);
-      if constexpr (Act::kPlanes == 1) {
-        int32_t (*const pairs)[kRows] = chunk->code_pair + (first + b) * kSums;
-        store_code_pairs<kFormat.bits, 8 / kSums>(codes, kFormat.zero_point(), pairs[0]);
-        if (kSums == 2) store_code_pairs<kFormat.bits, 4>(codes + 4, kFormat.zero_point(), pairs[1]);
-      }
+      int32_t (*const pairs)[kRows] = chunk->code_pair + (first + b) * kSums;
+      unpack_block<T, kSums == 2 ? 0 : -1>(block, codes, pairs[0]);
+      if constexpr (kSums == 2) unpack_block<T, 1>(block, codes, pairs[1]);
     }
   }
 }
-
-struct IntProblem {
-  const PackedMatrix& w;
-  const QuantizedRows& x;
-  float* out;
-  int64_t ldo;
-};
 
 // Tokens [m0, m0 + tokens) x group g, tokens <= kMaxTokens.
 template <QuantType T, class Act>
@@ -286,7 +249,7 @@ void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g) {
   __builtin_memset(acc, 0, sizeof(float) * kRows * static_cast<size_t>(tokens));
   for (int64_t s0 = 0; s0 < num_supers; s0 += kChunkSupers) {
     const int supers = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
-    unpack_chunk<T, Act>(w, supers, &chunk);
+    unpack_chunk<T>(w, supers, &chunk);
     const uint8_t* const ahead = w + kPrefetchChunks * kChunkSupers * kFormat.super_bytes();
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
@@ -327,6 +290,15 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
     if constexpr (has_few_path(format_of(T))) {
       if (tokens <= kFewTokens) {
         linear_few<T, Act>(w, x, begin, tokens, g0, g1, out, ldo);
+        continue;
+      }
+    }
+    if constexpr (has_word_path<Act>(format_of(T))) {
+      if (tokens >= kWordTokens) {
+        for (int64_t g = g0; g < g1; g += word_groups(T)) {
+          const auto groups = static_cast<int>(g1 - g < word_groups(T) ? g1 - g : word_groups(T));
+          run_word_groups<T, Act>(problem, begin, tokens, g, groups);
+        }
         continue;
       }
     }
