@@ -7,13 +7,12 @@ namespace tellin {
 namespace {
 
 constexpr int kChunkBlocks = 8;  // 256 features
-// Tokens of a tile: 2 x 4 int16 sums, 2 code registers, 1 activation and the products fill 16 registers. With
-// vpdpbusd there are no products to hold; on Zen 5 6 tokens are 6 % faster than 4 there, and 2 % slower
-// without.
+// Tokens of a tile: 2 x 5 integer sums, 2 code registers, 1 activation and the products fill 16 registers.
+// With vpdpbusd there are no products to hold.
 #if defined(__AVXVNNI__)
 constexpr int kMaxTile = 6;
 #else
-constexpr int kMaxTile = 4;
+constexpr int kMaxTile = 5;
 #endif
 constexpr int kMaxTokens = 256;     // tokens that share an unpacked chunk: 16 KiB of accumulators
 constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
@@ -126,22 +125,28 @@ TELLIN_INLINE void scale_sums(const Act* x, int64_t row_bytes, const float (*sca
                               const __m256 (&product)[2][kTokens], float* acc) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kLast = kFormat.per16() ? 1 : 0;
-#pragma GCC unroll 2
-  for (int h = 0; h < 2; ++h) {
-    const __m256 s = _mm256_load_ps(scale[kLast] + h * kHalfRows);
+  const __m256 s[2] = {_mm256_load_ps(scale[kLast]), _mm256_load_ps(scale[kLast] + kHalfRows)};
 #pragma GCC unroll 6
-    for (int t = 0; t < kTokens; ++t) {
-      const Act* block = act_row(x, t, row_bytes);
+  for (int t = 0; t < kTokens; ++t) {
+    const Act* block = act_row(x, t, row_bytes);
+    const __m256 x_scale = broadcast_float(&block->scale);
+    __m256 x_sum[2];
+    if constexpr (kFormat.has_min) {
+#pragma GCC unroll 2
+      for (int i = 0; i <= kLast; ++i)
+        x_sum[i] = broadcast_float(kFormat.per16() ? &block->half_sum[i] : &block->sum);
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
       float* const a = acc + t * kRows + h * kHalfRows;
       const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
-      const __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
-      __m256 result = _mm256_fmadd_ps(p, broadcast_float(&block->scale), _mm256_load_ps(a));
+      const __m256 p =
+          kFormat.per16() ? _mm256_fmadd_ps(value, s[h], product[h][t]) : _mm256_mul_ps(value, s[h]);
+      __m256 result = _mm256_fmadd_ps(p, x_scale, _mm256_load_ps(a));
       if constexpr (kFormat.has_min) {
 #pragma GCC unroll 2
-        for (int i = 0; i <= kLast; ++i) {
-          const __m256 x_sum = broadcast_float(kFormat.per16() ? &block->half_sum[i] : &block->sum);
-          result = _mm256_fmadd_ps(_mm256_load_ps(minimum[i] + h * kHalfRows), x_sum, result);
-        }
+        for (int i = 0; i <= kLast; ++i)
+          result = _mm256_fmadd_ps(_mm256_load_ps(minimum[i] + h * kHalfRows), x_sum[i], result);
       }
       _mm256_store_ps(a, result);
     }

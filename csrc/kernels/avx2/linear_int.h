@@ -264,8 +264,8 @@ void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g) {
         TELLIN_TILE(2)
         TELLIN_TILE(3)
         TELLIN_TILE(4)
-#if defined(__AVXVNNI__)
         TELLIN_TILE(5)
+#if defined(__AVXVNNI__)
         TELLIN_TILE(6)
 #endif
 #undef TELLIN_TILE

@@ -198,6 +198,7 @@ void run_word_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, in
         TELLIN_TILE(2)
         TELLIN_TILE(3)
         TELLIN_TILE(4)
+        TELLIN_TILE(5)
 #undef TELLIN_TILE
       }
     }
