@@ -249,8 +249,8 @@ class EngineArgs:
     """How to pool, where the model's files say nothing or are to be overruled."""
     dtype: str = "auto"
     """auto or float32: weights stay as stored, activations are float32."""
-    seed: int = 0
-    """Seed of requests that have none is drawn from this engine's seed."""
+    seed: int | None = 0
+    """Seed of requests that have none is drawn from this engine's seed; None = a random one."""
     max_model_len: int | None = None
     """Longest prompt + output in tokens; None = the model's, lowered to what memory allows; -1 =
     the most that memory allows."""

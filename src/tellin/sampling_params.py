@@ -15,12 +15,13 @@ import math
 import numbers
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tellin.checks import check_bool, check_float, check_int, check_int_list, check_str_list
 from tellin.exceptions import InvalidParameterError, InvalidTypeError
+from tellin.hinting import HintingMeta, unknown_parameter
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class SamplingType(enum.IntEnum):
     RANDOM_SEED = 2
 
 
-class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
+class StructuredOutputsParams(msgspec.Struct, metaclass=HintingMeta, omit_defaults=True):
     """A constraint on the output: exactly one of the first six fields is set."""
 
     json: str | dict[str, Any] | None = None
@@ -121,7 +122,7 @@ class StructuredOutputsParams(msgspec.Struct, omit_defaults=True):
         return next((k for k in kinds if getattr(self, k) is not None), "structural_tag")
 
 
-class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True):
+class RepetitionDetectionParams(msgspec.Struct, metaclass=HintingMeta, omit_defaults=True):
     """End a request that repeats itself.
 
     It ends (finish reason ``repetition``) when the last ``min_count * p`` output tokens are
@@ -153,14 +154,33 @@ class RepetitionDetectionParams(msgspec.Struct, omit_defaults=True):
             )
 
 
-class SamplingParams(msgspec.Struct, omit_defaults=True):
+class _SamplingMeta(HintingMeta):
+    if not TYPE_CHECKING:
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+            if "best_of" in kwargs:
+                _check_best_of(kwargs.pop("best_of"), kwargs.get("n", 1))
+            return super().__call__(*args, **kwargs)
+
+
+def _check_best_of(best_of: Any, n: Any) -> None:
+    if best_of not in (None, n):
+        raise InvalidParameterError(
+            f"best_of must equal n ({n}), got {best_of!r}: every completion is returned",
+            parameter="best_of",
+            value=best_of,
+        )
+
+
+class SamplingParams(msgspec.Struct, metaclass=_SamplingMeta, omit_defaults=True):
     """How to sample one request. Fields and defaults follow vLLM's.
 
     Raises (at construction):
         InvalidTypeError: a value has the wrong type; also a `TypeError`.
         InvalidParameterError: a value is out of range; ``parameter`` and ``value`` say which; also
             a `ValueError`.
-        TypeError: unknown parameter.
+        InvalidTypeError: unknown parameter; the message has the nearest known one. ``best_of`` is
+            accepted where it equals ``n``.
     """
 
     n: int = 1
@@ -405,13 +425,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         """Like the constructor, but None means the default, for every parameter.
 
         Raises:
-            InvalidParameterError: as the constructor, and for unknown names.
+            InvalidParameterError, InvalidTypeError: as the constructor.
         """
-        unknown = sorted(set(values) - set(cls.__struct_fields__))
+        unknown = sorted(set(values) - {*cls.__struct_fields__, "best_of"})
         if unknown:
-            raise InvalidParameterError(
-                f"unknown sampling parameter {unknown[0]!r}", parameter=unknown[0]
-            )
+            raise unknown_parameter(cls.__name__, unknown[0], cls.__struct_fields__)
         # A field whose default is None takes None either way, so dropping is right for all.
         given = {name: value for name, value in values.items() if value is not None}
         if "max_tokens" in values:
@@ -495,7 +513,7 @@ def _check_logit_bias(bias: Any) -> dict[int, float]:
     return result
 
 
-class BeamSearchParams(msgspec.Struct, omit_defaults=True):
+class BeamSearchParams(msgspec.Struct, metaclass=HintingMeta, omit_defaults=True):
     """How to search with beams.
 
     A beam's score is its cumulative logprob divided by ``length ** length_penalty``, where length
@@ -518,7 +536,7 @@ class BeamSearchParams(msgspec.Struct, omit_defaults=True):
         self.length_penalty = check_float("length_penalty", self.length_penalty, -100, 100)
 
 
-class PoolingParams(msgspec.Struct, omit_defaults=True):
+class PoolingParams(msgspec.Struct, metaclass=HintingMeta, omit_defaults=True):
     """How to pool one request."""
 
     task: str | None = None

@@ -47,6 +47,15 @@ def create(**values: Any) -> EngineConfig:
     )
 
 
+def test_no_seed_is_a_random_one() -> None:
+    assert create().model_config.seed == create(seed=0).model_config.seed == 0
+    seeds = {create(seed=None).model_config.seed for _ in range(3)}
+    assert len(seeds) == 3
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    with pytest.raises(InvalidParameterError, match="seed"):
+        create(seed="x")
+
+
 def test_model_facts_and_defaults() -> None:
     config = create()
     model = config.model_config

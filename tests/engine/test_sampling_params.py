@@ -115,10 +115,26 @@ def test_smp2_wrong_types_are_type_errors_too() -> None:
 
 
 def test_p11_unknown_parameters_are_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="best_of"):
-        SamplingParams(best_of=1)  # type: ignore[call-arg]
-    with pytest.raises(InvalidParameterError, match="best_of"):
-        SamplingParams.from_optional(best_of=1)
+    for make in (SamplingParams, SamplingParams.from_optional):
+        with pytest.raises(TypeError, match=r"no parameter 'frobnicate'$"):
+            make(frobnicate=1)  # type: ignore[call-arg]
+        with pytest.raises(InvalidParameterError, match="did you mean temperature") as caught:
+            make(temprature=None)  # type: ignore[call-arg]
+        assert caught.value.parameter == "temprature"
+    with pytest.raises(TypeError, match="PoolingParams has no parameter 'dimension'; did you mean"):
+        PoolingParams(dimension=3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(*range(60))
+
+
+def test_best_of_says_no_more_than_n() -> None:
+    assert SamplingParams(best_of=1) == SamplingParams()  # type: ignore[call-arg]
+    assert SamplingParams(n=3, best_of=3).n == 3  # type: ignore[call-arg]
+    assert SamplingParams(best_of=None) == SamplingParams()  # type: ignore[call-arg]
+    assert SamplingParams.from_optional(best_of=1, n=None) == SamplingParams()
+    with pytest.raises(InvalidParameterError, match=r"best_of must equal n \(1\), got 2") as caught:
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    assert caught.value.parameter == "best_of"
 
 
 def test_top_k_off_and_on() -> None:

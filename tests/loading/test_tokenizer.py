@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +105,54 @@ def test_smollm2_round_trip_and_bytes(smollm2: Tokenizer) -> None:
         ids = smollm2.encode(text, add_special_tokens=False)
         assert smollm2.decode(ids, skip_special_tokens=False) == text
         assert b"".join(smollm2.id_to_bytes(i) or b"" for i in ids) == text.encode()
+
+
+def test_calls_give_ids_and_masks(smollm2: Tokenizer) -> None:
+    ids = smollm2.encode("Hello world")
+    one = smollm2("Hello world")
+    assert one == {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    assert one.input_ids == one["input_ids"]
+    assert not hasattr(one, "token_type_ids")
+    both = smollm2(["Hello world", "x"])
+    assert both["input_ids"] == [ids, smollm2.encode("x")]
+    assert smollm2([]) == {"input_ids": [], "attention_mask": []}
+    assert smollm2.batch_decode(both["input_ids"]) == ["Hello world", "x"]
+    arrays = smollm2("Hello world", return_tensors="np")
+    assert arrays.input_ids.tolist() == [ids]
+    assert arrays.input_ids.dtype == np.int64
+
+
+def test_calls_pad_and_cut(tmp_path: Path) -> None:
+    keys = byte_level(("a b",), specials=("<s>", "</s>", "<pad>"), add_bos_token=True,
+                      add_eos_token=True, padding_token_id=2)  # fmt: skip
+    made = tokenizer(tmp_path, keys)
+    assert (made.pad_token_id, made.pad_token) == (2, "<pad>")
+    long, short = made.encode("abcd"), made.encode("c")
+    assert (long[0], long[-1], len(long), len(short)) == (0, 1, 5, 3)
+    padded = made(["abcd", "c"], padding=True, return_tensors="np")
+    assert padded.input_ids.tolist() == [long, [*short, 2, 2]]
+    assert padded.attention_mask.tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
+    cut = made(["abcd", "c"], truncation=True, max_length=4, padding="max_length")
+    assert cut["input_ids"] == [[*long[:3], 1], [*short, 2]]  # the ends stay
+    bare = made("abcd", add_special_tokens=False, truncation=True, max_length=1)
+    assert bare["input_ids"] == long[1:2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": True}, "needs a model that has a padding token"),
+        ({"padding": "left"}, "must be True, False"),
+        ({"truncation": True}, "max_length is needed"),
+        ({"truncation": True, "max_length": 1}, "must be at least 2"),
+        ({"return_tensors": "pt"}, "must be None or 'np'"),
+        ({"return_tensors": "np"}, "needs texts of one length"),
+    ],
+)
+def test_calls_refuse_what_cannot_be(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    keys = byte_level(add_bos_token=True, add_eos_token=True)
+    with pytest.raises(InvalidParameterError, match=message):
+        tokenizer(tmp_path, keys)(["abcd", "c"], **options)
 
 
 def test_token_bytes_is_id_to_bytes_of_all(smollm2: Tokenizer) -> None:

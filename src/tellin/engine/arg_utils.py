@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -192,7 +193,7 @@ def _model_config(
         served_model_name=args.served_model_name or str(args.model),
         runner_type=runner_type,
         dtype="auto" if args.dtype == "auto" else "float32",
-        seed=check_int("seed", args.seed, -(2**63), 2**64 - 1),
+        seed=_seed(args.seed),
         max_logprobs=check_int("max_logprobs", args.max_logprobs, -1),
         logprobs_mode=args.logprobs_mode,
         skip_tokenizer_init=args.skip_tokenizer_init,
@@ -434,6 +435,11 @@ def _reasoning_config(args: EngineArgs, path: Path, model: ModelConfig) -> Reaso
         think_start_token_ids=found["think_start_token_ids"],
         think_end_token_ids=found["think_end_token_ids"],
     )
+
+
+def _seed(seed: int | None) -> int:
+    """The given seed, or a random one."""
+    return secrets.randbits(63) if seed is None else check_int("seed", seed, -(2**63), 2**64 - 1)
 
 
 def _lora_config(args: EngineArgs) -> LoRAConfig | None:

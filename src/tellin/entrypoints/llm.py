@@ -57,7 +57,7 @@ class LLM(PoolingCalls):
         *,
         download: bool = False,
         max_model_len: int | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         num_threads: int | None = None,
         disable_log_stats: bool = True,
         **engine_args: Any,
@@ -68,7 +68,7 @@ class LLM(PoolingCalls):
             model: a ``.gguf`` file, a safetensors folder, or the name of a pulled model.
             download: pull the model if it is not there yet.
             max_model_len: longest prompt + output in tokens; None = what model and memory allow.
-            seed: makes requests without a seed of their own reproducible.
+            seed: makes requests without a seed of their own reproducible; None = they are not.
             num_threads: None = the physical cores that this process may use.
             disable_log_stats: no statistics (`get_metrics`, ``RequestOutput.metrics``).
             engine_args: any other field of `tellin.EngineArgs`.

@@ -24,6 +24,8 @@ from tellin.loading.typed_mapping import TypedMapping
 if TYPE_CHECKING:
     import tokenizers
 
+    from tellin.loading.encoding import Encoding
+
 _MAX_TOKEN_ID = (1 << 32) - 1
 
 
@@ -34,6 +36,7 @@ class Tokenizer:
         backend: the library's tokenizer; this object owns it and turns truncation and padding off.
         bos_token_id: beginning of a text, None if the model has none.
         eos_token_id: end of a text or turn, None if the model has none.
+        pad_token_id: what fills texts up to a common length, None if the model has none.
         chat_templates: the model's chat templates by name.
         source: file or folder it came from, for messages.
     """
@@ -46,12 +49,14 @@ class Tokenizer:
         eos_token_id: int | None,
         chat_templates: Mapping[str, str],
         source: Path,
+        pad_token_id: int | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
+        self.pad_token_id = pad_token_id
         self.chat_templates = dict(chat_templates)
         self.source = source
         self._added = backend.get_added_tokens_decoder()
@@ -70,6 +75,15 @@ class Tokenizer:
         """The largest id; ``vocab_size - 1`` unless the vocabulary has holes."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1)
 
+    @functools.cached_property
+    def _ends(self) -> tuple[int, int]:
+        """How many special tokens the model wants before and behind a text."""
+        plain = self.backend.encode("a", add_special_tokens=False).ids
+        ids = self.backend.encode("a", add_special_tokens=True).ids
+        num_added = len(ids) - len(plain)
+        before = next((n for n in range(num_added + 1) if ids[n : n + len(plain)] == plain), 0)
+        return before, num_added - before
+
     @property
     def bos_token(self) -> str | None:
         """The text of ``bos_token_id``."""
@@ -80,6 +94,11 @@ class Tokenizer:
         """The text of ``eos_token_id``."""
         return self._token(self.eos_token_id)
 
+    @property
+    def pad_token(self) -> str | None:
+        """The text of ``pad_token_id``."""
+        return self._token(self.pad_token_id)
+
     def get_vocab(self) -> dict[str, int]:
         """Id of every token in the vocabulary's writing, added ones included."""
         return dict(self.backend.get_vocab(with_added_tokens=True))
@@ -88,6 +107,32 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Jinja text of the usual chat template."""
         return self.chat_templates.get("default")
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+    ) -> Encoding:
+        """``input_ids`` and ``attention_mask`` of one text or of several.
+
+        For the other arguments and errors see `tellin.loading.encoding.encode_texts`.
+        """
+        from tellin.loading.encoding import encode_texts
+
+        return encode_texts(
+            lambda one: self.encode(one, add_special_tokens),
+            text,
+            pad_token_id=self.pad_token_id,
+            ends=self._ends if add_special_tokens else (0, 0),
+            padding=padding,
+            truncation=truncation,
+            max_length=max_length,
+            return_tensors=return_tensors,
+        )
 
     def encode(
         self, text: str, add_special_tokens: bool = True, parse_special: bool = True
@@ -129,6 +174,12 @@ class Tokenizer:
             raise InvalidParameterError(
                 f"token ids must be integers from 0 to {_MAX_TOKEN_ID}: {error}", parameter="ids"
             ) from None
+
+    def batch_decode(
+        self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool = True
+    ) -> list[str]:
+        """`decode` of each sequence."""
+        return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary's own writing of tokens; "" for unknown ids."""
@@ -257,6 +308,7 @@ def tokenizer_from_gguf(metadata: TypedMapping) -> Tokenizer:
         build_backend(vocabulary),
         bos_token_id=vocabulary.special_id("bos"),
         eos_token_id=vocabulary.special_id("eos"),
+        pad_token_id=vocabulary.special_id("padding"),
         chat_templates=templates_from_gguf(metadata),
         source=metadata.path,
     )
@@ -290,6 +342,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         backend,
         bos_token_id=bos,
         eos_token_id=eos,
+        pad_token_id=token_id("pad_token"),
         chat_templates=templates_from_folder(folder),
         source=folder,
     )

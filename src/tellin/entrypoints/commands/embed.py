@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--truncate",
         type=int,
         metavar="N",
-        help="cut texts to N tokens, -1 = to the model's context (default: a long one is an error)",
+        help="cut texts to N tokens, -1 = to the model's context (truncate_prompt_tokens in Python "
+        "and HTTP; default: a long one is an error)",
     )
     add_model_arguments(parser)
     parser.set_defaults(model=DEFAULT_EMBEDDER)
