@@ -1,7 +1,8 @@
 // AVX-512: packed weights x float32 activations.
 //
-// A chunk of features of two groups is expanded to float32 in L1, then tiles of tokens run an outer
-// product over it. A value is one chain of fused multiply-adds over the features in order, whatever the tile.
+// Tiles of tokens run an outer product with two groups of weights, a chunk of features at a time. Float
+// weights are converted as they are loaded; quantised ones are first expanded to float32 in L1. A value is
+// one chain of fused multiply-adds over the features in order, whatever the tile.
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
@@ -16,7 +17,12 @@ constexpr int kSmallPanelK = 128;
 constexpr int kLargePanelK = 256;
 constexpr int kFewTokens = 24;
 constexpr int kFloatTile = 12;     // 2 x 12 accumulators
-constexpr int kFloatTokens = 192;  // tokens that share an expanded panel
+constexpr int kFloatTokens = 192;  // tokens that share a pass over the weights
+
+// Float weights: bytes of a group that all tiles of tokens use from L1, and how far ahead of its use a weight
+// is fetched.
+constexpr int kStoredBytes = 8192;
+constexpr int kAheadBytes = 4096;
 
 template <int kBits, int kQuad>
 TELLIN_INLINE void expand_quad(const uint8_t* codes, __m512i zero, __m512 scale, __m512 minimum, bool has_min,
@@ -44,51 +50,86 @@ TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows
   }
 }
 
-// Features [k0, k0 + count) of a group to panel[feature * stride + row]; k0 is a multiple of kSmallPanelK.
+// Quantised features [k0, k0 + count) of a group to panel[feature * stride + row]; k0 is a multiple of
+// kSmallPanelK.
 template <QuantType T>
 void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel, int stride) {
   constexpr PackedFormat kFormat = format_of(T);
-  if constexpr (kFormat.is_quantized()) {
-    constexpr int kSums = kFormat.per16() ? 2 : 1;
-    alignas(64) float scale[16][kRows], minimum[16][kRows];
-    for (int done = 0; done < count;) {
-      const int64_t k = k0 + done;
-      const uint8_t* super_block = group + k / kFormat.super_k() * kFormat.super_bytes();
-      expand_scales<T>(super_block, kRows, scale[0], minimum[0]);
-      const int first = static_cast<int>(k % kFormat.super_k()) / kBlockK;
-      for (int b = first; b < kFormat.blocks() && done < count; ++b, done += kBlockK) {
-        expand_quads<T, 0>(super_block + kFormat.header_bytes() + b * kFormat.block_bytes(),
-                           scale + b * kSums, minimum + b * kSums, panel + done * stride, stride);
-      }
-    }
-  } else if constexpr (T == QuantType::F32) {
-    const auto* p = reinterpret_cast<const float*>(group) + k0 * kRows;
-    for (int i = 0; i < count; ++i) _mm512_store_ps(panel + i * stride, _mm512_loadu_ps(p + i * kRows));
-  } else if constexpr (T == QuantType::F16) {
-    const auto* p = reinterpret_cast<const uint16_t*>(group) + k0 * kRows;
-    for (int i = 0; i < count; ++i) _mm512_store_ps(panel + i * stride, half_to_float16(p + i * kRows));
-  } else {
-    const auto* p = reinterpret_cast<const uint16_t*>(group) + k0 * kRows;
-    for (int i = 0; i < count; i += 2) {
-      const __m512i pair = _mm512_loadu_si512(p + i * kRows);
-      _mm512_store_ps(panel + i * stride, _mm512_castsi512_ps(_mm512_slli_epi32(pair, 16)));
-      const __m512i odd = _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
-      _mm512_store_ps(panel + (i + 1) * stride, _mm512_castsi512_ps(odd));
+  constexpr int kSums = kFormat.per16() ? 2 : 1;
+  alignas(64) float scale[16][kRows], minimum[16][kRows];
+  for (int done = 0; done < count;) {
+    const int64_t k = k0 + done;
+    const uint8_t* super_block = group + k / kFormat.super_k() * kFormat.super_bytes();
+    expand_scales<T>(super_block, kRows, scale[0], minimum[0]);
+    const int first = static_cast<int>(k % kFormat.super_k()) / kBlockK;
+    for (int b = first; b < kFormat.blocks() && done < count; ++b, done += kBlockK) {
+      expand_quads<T, 0>(super_block + kFormat.header_bytes() + b * kFormat.block_bytes(), scale + b * kSums,
+                         minimum + b * kSums, panel + done * stride, stride);
     }
   }
 }
 
-// What a tile fetches while it computes: the stored weights of a later chunk, `step` bytes of each group for
-// every 4 features (step 0: nothing).
+// Weights of kGroups groups in an expanded panel.
+template <int kGroups>
+struct PanelWeights {
+  const float* p;
+
+  TELLIN_INLINE __m512 load(int group, int feature) const {
+    return _mm512_load_ps(p + (feature * kGroups + group) * kRows);
+  }
+  TELLIN_INLINE void advance(int features) { p += features * kGroups * kRows; }
+};
+
+// Float weights of kGroups groups as they are stored, converted as they are loaded. Steps are even: BF16 lies
+// in pairs of features.
+template <QuantType T, int kGroups>
+struct StoredWeights {
+  const uint8_t* p;
+  size_t group_bytes;
+
+  TELLIN_INLINE __m512 load(int group, int feature) const {
+    const uint8_t* w = p + group * group_bytes;
+    if constexpr (T == QuantType::F32) {
+      return _mm512_loadu_ps(w + feature * kRows * 4);
+    } else if constexpr (T == QuantType::F16) {
+      return half_to_float16(reinterpret_cast<const uint16_t*>(w) + feature * kRows);
+    } else {
+      const __m512i pair = load_vector(w + feature / 2 * 2 * kRows * 2);
+      const __m512i odd = _mm512_and_si512(pair, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+      return _mm512_castsi512_ps(feature % 2 == 0 ? _mm512_slli_epi32(pair, 16) : odd);
+    }
+  }
+  TELLIN_INLINE void advance(int features) { p += features * (format_of(T).bits / 8) * kRows; }
+};
+
+// What a tile fetches while it computes: weights that are needed later, `step` bytes of each group for every
+// 4 features (0: nothing). If they are `streamed` no copy needs to stay in L2.
 struct Prefetch {
   const uint8_t* p;
   size_t group_bytes;
   int step;
+  bool streamed;
 };
 
-template <int kGroups, int kTokens>
-__attribute__((noinline)) void run_float_tile(const float* panel, int count, const float* x, int64_t ldx,
-                                              bool is_first, const Prefetch& ahead, float* acc_io) {
+template <int kGroups>
+TELLIN_INLINE void prefetch_step(Prefetch& ahead) {
+  for (int at = 0; at < ahead.step; at += 64) {
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) {
+      const uint8_t* line = ahead.p + g * ahead.group_bytes + at;
+      if (ahead.streamed) {
+        __builtin_prefetch(line, 0, 0);
+      } else {
+        __builtin_prefetch(line, 0, 3);
+      }
+    }
+  }
+  ahead.p += ahead.step;
+}
+
+template <int kGroups, int kTokens, class Weights>
+__attribute__((noinline)) void run_float_tile(Weights weights, int count, const float* x, int64_t ldx,
+                                              bool is_first, Prefetch ahead, float* acc_io) {
   __m512 acc[kGroups][kTokens];
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t) {
@@ -108,10 +149,10 @@ __attribute__((noinline)) void run_float_tile(const float* panel, int count, con
   }
   int64_t stride = ldx * static_cast<int64_t>(sizeof(float));
   asm("" : "+r"(stride));
-  const auto add_feature = [&](const float* weights, int i) __attribute__((always_inline)) {
+  const auto add_feature = [&](int i) __attribute__((always_inline)) {
     __m512 w[kGroups];
 #pragma GCC unroll 2
-    for (int g = 0; g < kGroups; ++g) w[g] = _mm512_load_ps(weights + (i * kGroups + g) * kRows);
+    for (int g = 0; g < kGroups; ++g) w[g] = weights.load(g, i);
 #pragma GCC unroll 16
     for (int t = 0; t < kTokens; ++t) {
       const __m512 y = broadcast_float(reinterpret_cast<const float*>(base[t / 3] + t % 3 * stride) + i);
@@ -119,28 +160,17 @@ __attribute__((noinline)) void run_float_tile(const float* panel, int count, con
       for (int g = 0; g < kGroups; ++g) acc[g][t] = _mm512_fmadd_ps(w[g], y, acc[g][t]);
     }
   };
-  const auto advance = [&](int features) __attribute__((always_inline)) {
-    panel += features * kGroups * kRows;
-#pragma GCC unroll 4
-    for (int i = 0; i < kBases; ++i) base[i] += features * static_cast<int>(sizeof(float));
-  };
-  const uint8_t* prefetch = ahead.p;
   for (int i = count / 4; i > 0; --i) {
-    for (int at = 0; at < ahead.step; at += 64) {
-#pragma GCC unroll 2
-      for (int g = 0; g < kGroups; ++g) __builtin_prefetch(prefetch + g * ahead.group_bytes + at, 0, 3);
-    }
-    prefetch += ahead.step;
-    add_feature(panel, 0);
-    add_feature(panel, 1);
-    add_feature(panel, 2);
-    add_feature(panel, 3);
-    advance(4);
+    prefetch_step<kGroups>(ahead);
+    add_feature(0);
+    add_feature(1);
+    add_feature(2);
+    add_feature(3);
+    weights.advance(4);
+#pragma GCC unroll 4
+    for (int j = 0; j < kBases; ++j) base[j] += 4 * sizeof(float);
   }
-  for (int i = count % 4; i > 0; --i) {
-    add_feature(panel, 0);
-    advance(1);
-  }
+  for (int i = 0; i < count % 4; ++i) add_feature(i);
 #pragma GCC unroll 16
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
@@ -148,13 +178,13 @@ __attribute__((noinline)) void run_float_tile(const float* panel, int count, con
   }
 }
 
-template <int kGroups>
-void run_float_tile_of(int tokens, const float* panel, int count, const float* x, int64_t ldx, bool is_first,
-                       const Prefetch& ahead, float* acc) {
+template <int kGroups, class Weights>
+void run_float_tile_of(int tokens, const Weights& weights, int count, const float* x, int64_t ldx,
+                       bool is_first, const Prefetch& ahead, float* acc) {
   switch (tokens) {
 #define TELLIN_TILE(n) \
   case n:              \
-    return run_float_tile<kGroups, n>(panel, count, x, ldx, is_first, ahead, acc);
+    return run_float_tile<kGroups, n>(weights, count, x, ldx, is_first, ahead, acc);
     TELLIN_TILE(1)
     TELLIN_TILE(2)
     TELLIN_TILE(3)
@@ -177,39 +207,82 @@ struct FloatProblem {
   int64_t ldx;
   float* out;
   int64_t ldo;
+
+  // acc: [tokens][kGroups][16]
+  template <int kGroups>
+  void store(const float* acc, int64_t m0, int tokens, int64_t g0) const {
+    for (int t = 0; t < tokens; ++t) {
+      for (int g = 0; g < kGroups; ++g) {
+        const int64_t column = (g0 + g) * kRows;
+        const int64_t left = w.n - column;
+        const auto mask = static_cast<__mmask16>(left >= kRows ? 0xffff : (1 << left) - 1);
+        _mm512_mask_storeu_ps(out + (m0 + t) * ldo + column, mask,
+                              _mm512_load_ps(acc + (t * kGroups + g) * kRows));
+      }
+    }
+  }
 };
 
 template <QuantType T, int kGroups, int kPanelK>
-void run_float_groups(const FloatProblem& p, int64_t m0, int tokens, int64_t g0) {
+void run_panels(const FloatProblem& p, int64_t m0, int tokens, int64_t g0) {
   alignas(64) float acc[kFloatTokens * kGroups * kRows];
   alignas(64) float panel[kPanelK * kGroups * kRows];
   const int num_tiles = (tokens + kFloatTile - 1) / kFloatTile;
   constexpr PackedFormat kFormat = format_of(T);
-  constexpr int kBytesOf4 =
-      kFormat.is_quantized() ? kFormat.super_bytes() * 4 / kFormat.super_k() : kFormat.bits / 2 * kRows;
+  constexpr int kBytesOf4 = kFormat.super_bytes() * 4 / kFormat.super_k();
   for (int64_t k0 = 0; k0 < p.w.k; k0 += kPanelK) {
     const int count = static_cast<int>(p.w.k - k0 < kPanelK ? p.w.k - k0 : kPanelK);
     for (int g = 0; g < kGroups; ++g) {
       expand_panel<T>(p.w.data + (g0 + g) * p.w.group_bytes, k0, count, panel + g * kRows, kGroups * kRows);
     }
-    Prefetch ahead = {nullptr, p.w.group_bytes, 0};
+    Prefetch ahead = {nullptr, p.w.group_bytes, 0, false};
     const int64_t next = k0 + 2 * kPanelK < p.w.k ? k0 + 2 * kPanelK : k0 + 2 * kPanelK - p.w.k;
     ahead.p = p.w.data + (g0 + (next > k0 ? 0 : kGroups)) * p.w.group_bytes + next * kBytesOf4 / 4;
     for (int i = 0; i < num_tiles; ++i) {
       ahead.step = i == 0 ? kBytesOf4 : 0;
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
-      run_float_tile_of<kGroups>(t1 - t0, panel, count, p.x + (m0 + t0) * p.ldx + k0, p.ldx, k0 == 0, ahead,
-                                 acc + t0 * kGroups * kRows);
+      run_float_tile_of<kGroups>(t1 - t0, PanelWeights<kGroups>{panel}, count, p.x + (m0 + t0) * p.ldx + k0,
+                                 p.ldx, k0 == 0, ahead, acc + t0 * kGroups * kRows);
     }
   }
-  for (int t = 0; t < tokens; ++t) {
-    for (int g = 0; g < kGroups; ++g) {
-      const int64_t column = (g0 + g) * kRows;
-      const int64_t left = p.w.n - column;
-      const auto mask = static_cast<__mmask16>(left >= kRows ? 0xffff : (1 << left) - 1);
-      _mm512_mask_storeu_ps(p.out + (m0 + t) * p.ldo + column, mask,
-                            _mm512_load_ps(acc + (t * kGroups + g) * kRows));
+  p.store<kGroups>(acc, m0, tokens, g0);
+}
+
+// Groups at `after` are read next.
+template <QuantType T, int kGroups>
+void run_stored(const FloatProblem& p, int64_t m0, int tokens, int64_t g0, const uint8_t* after) {
+  constexpr int kBytesOf4 = format_of(T).bits / 2 * kRows;
+  constexpr int64_t kAheadK = kAheadBytes * 4 / kBytesOf4;
+  alignas(64) float acc[kFloatTokens * kGroups * kRows];
+  const int num_tiles = (tokens + kFloatTile - 1) / kFloatTile;
+  const uint8_t* const group = p.w.data + g0 * p.w.group_bytes;
+  const int64_t chunk = num_tiles == 1 ? p.w.k : kStoredBytes * 4 / kBytesOf4;
+  const int64_t last =
+      p.w.k > kAheadK ? (p.w.k - kAheadK) / 4 * 4 : 0;  // from here on it fetches from `after`
+  for (int64_t k0 = 0, k1; k0 < p.w.k; k0 = k1) {
+    k1 = k0 >= last ? p.w.k : k0 + chunk < last ? k0 + chunk : last;
+    const int64_t bytes = k0 / 4 * kBytesOf4;
+    Prefetch ahead = {k0 < last ? group + bytes + kAheadBytes : after + (bytes - last / 4 * kBytesOf4),
+                      p.w.group_bytes, kBytesOf4, num_tiles == 1};
+    for (int i = 0; i < num_tiles; ++i) {
+      if (i > 0) ahead.step = 0;
+      const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
+      run_float_tile_of<kGroups>(t1 - t0, StoredWeights<T, kGroups>{group + bytes, p.w.group_bytes},
+                                 static_cast<int>(k1 - k0), p.x + (m0 + t0) * p.ldx + k0, p.ldx, k0 == 0,
+                                 ahead, acc + t0 * kGroups * kRows);
     }
+  }
+  p.store<kGroups>(acc, m0, tokens, g0);
+}
+
+template <QuantType T, int kGroups>
+void run_float_groups(const FloatProblem& p, int64_t m0, int tokens, int64_t g0, const uint8_t* after) {
+  if constexpr (!format_of(T).is_quantized()) {
+    run_stored<T, kGroups>(p, m0, tokens, g0, after);
+  } else if (tokens <= kFewTokens || kGroups == 1) {
+    run_panels<T, kGroups, kSmallPanelK>(p, m0, tokens, g0);
+  } else {
+    run_panels<T, kGroups, kLargePanelK>(p, m0, tokens, g0);
   }
 }
 
@@ -221,15 +294,14 @@ void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, 
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
     const int tokens = static_cast<int>(end - begin);
-    int64_t g = g0;
-    for (; g + 2 <= g1; g += 2) {
-      if (tokens <= kFewTokens) {
-        run_float_groups<T, 2, kSmallPanelK>(problem, begin, tokens, g);
+    for (int64_t g = g0; g < g1; g += 2) {
+      const uint8_t* after = g + 2 >= g1 && w.follow != nullptr ? w.follow : w.data + (g + 2) * w.group_bytes;
+      if (g + 2 <= g1) {
+        run_float_groups<T, 2>(problem, begin, tokens, g, after);
       } else {
-        run_float_groups<T, 2, kLargePanelK>(problem, begin, tokens, g);
+        run_float_groups<T, 1>(problem, begin, tokens, g, after);
       }
     }
-    if (g < g1) run_float_groups<T, 1, kSmallPanelK>(problem, begin, tokens, g);
   }
 }
 
