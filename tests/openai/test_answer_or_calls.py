@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
+import openai
 import pytest
+from pydantic import BaseModel
 
 from tellin.entrypoints.openai.errors import ApiError
 from tellin.entrypoints.openai.parsers.events import ParsedMessage, join
@@ -271,7 +273,7 @@ def test_the_model_decides(server: Server, stream: bool) -> None:
                 "type": "json_schema",
                 "json_schema": {"name": "x", "schema": {"enum": [{"text": "<tool_call>"}]}},
             },
-            "logit_bias": {str(ids[first]): 100},
+            "logit_bias": first_token(server, first),
             "max_tokens": 300,
             "parallel_tool_calls": False,
         }
@@ -291,13 +293,65 @@ def test_the_model_decides(server: Server, stream: bool) -> None:
         content = "".join(choice["delta"].get("content", "") for choice in choices)
         return content or None, calls, choices[-1]["finish_reason"]
 
-    ids = {}
-    for char in "<{":
-        body = {"prompt": char, "add_special_tokens": False}
-        ids[char] = server.http.post("/tokenize", json=body).json()["tokens"][0]
     content, calls, reason = run("<")
     assert (content, reason) == (None, "tool_calls")
     assert [call["function"] for call in calls] == [{"name": "now", "arguments": "{}"}]
     content, calls, reason = run("{")
     assert (calls, reason) == ([], "stop")
     assert json.loads(content or "") == {"text": "<tool_call>"}
+
+
+class Answer(BaseModel):
+    colour: Literal["red", "green"]
+
+
+class GetTime(BaseModel):
+    zone: Literal["UTC", "CET"]
+
+
+def first_token(server: Server, char: str) -> dict[str, int]:
+    """A bias that makes the answer begin with this character."""
+    body = {"prompt": char, "add_special_tokens": False}
+    (token,) = server.http.post("/tokenize", json=body).json()["tokens"]
+    return {str(token): 100}
+
+
+def test_the_openai_package_parses_both(server: Server) -> None:
+    with server.client() as client:
+        for char in "{<":
+            completion = client.chat.completions.parse(
+                model="tiny",
+                messages=MESSAGES,
+                response_format=Answer,
+                tools=[openai.pydantic_function_tool(GetTime)],
+                logit_bias=first_token(server, char),
+                parallel_tool_calls=False,
+                max_tokens=300,
+            )
+            message = completion.choices[0].message
+            if char == "{":
+                assert isinstance(message.parsed, Answer)
+                assert not message.tool_calls
+            else:
+                assert message.parsed is None
+                (call,) = message.tool_calls or []
+                assert isinstance(call.function.parsed_arguments, GetTime)
+
+
+def test_responses_take_both(server: Server) -> None:
+    tool = {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}}
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    body = {
+        "input": "hi",
+        "tools": [tool],
+        "text": {"format": {"type": "json_schema", "name": "x", "schema": schema}},
+        "max_output_tokens": 300,
+    }
+    response = server.http.post("/v1/responses", json=body)
+    assert response.status_code == 200, response.text
+    for item in response.json()["output"]:
+        if item["type"] == "function_call":
+            assert item["name"] == "now"
+        else:
+            assert json.loads(item["content"][0]["text"]) == {"a": 1}
