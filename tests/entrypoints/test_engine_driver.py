@@ -9,7 +9,7 @@ import pytest
 from tellin import LLM
 from tellin.exceptions import EngineError, RequestFailedError
 from tests.engine.fakes import EngineMaker, FakeClient
-from tests.entrypoints.test_llm import echo
+from tests.entrypoints.conftest import echo
 
 
 def aborting_after(make_engine: EngineMaker, request_ids: list[str]) -> LLM:
