@@ -195,6 +195,40 @@ def test_thoughts(starts_inside: bool, text: str, reasoning: str, content: str) 
         assert (message.reasoning, message.content) == (reasoning, content)
 
 
+CERTAIN = [
+    ("hm</think>Yes.", "hm", "Yes."),
+    (" <think>\nhm</think>\n\nYes.", "hm", "Yes."),
+    ("<thi", "<thi", ""),
+    ("  <b>hm", "<b>hm", ""),
+    ("</think>Yes.", "", "Yes."),
+    ("", "", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "reasoning", "content"), CERTAIN)
+def test_thoughts_that_are_certain_need_no_opening_tag(
+    text: str, reasoning: str, content: str
+) -> None:
+    def make() -> MessageParser:
+        return MessageParser(ThinkParser(False, is_certain=True), None)
+
+    for pieces in ([text], list(text)):
+        message = parse(make, pieces)
+        assert (message.reasoning, message.content) == (reasoning, content)
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS, data=st.data())
+def test_p42_certain_thoughts_in_any_pieces(text: str, data: st.DataObject) -> None:
+    def make() -> MessageParser:
+        think = ThinkParser(False, is_certain=True, opening="<tool_call>", closing="</think>")
+        return MessageParser(think, None)
+
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parse(make, pieces) == parse(make, [text])
+
+
 def test_parallel_tool_calls_off_keeps_the_first_call() -> None:
     def make() -> MessageParser:
         return MessageParser(None, TOOL_PARSERS["hermes"](NAMES), max_calls=1)

@@ -102,3 +102,74 @@ def test_p03_without_thoughts_stop_strings_count_everywhere(server: Server) -> N
             "structured_outputs": {"choice": ["<think>a STOP b</think>answer"]}}  # fmt: skip
     reply = server.http.post("/v1/chat/completions", json=body).json()
     assert reply["choices"][0]["message"]["content"] == "<think>a "
+
+
+# ---------------------------------------------------------------------- grammars that wait
+
+
+@pytest.fixture(scope="module")
+def patient(serve: Any) -> Any:
+    """Its grammars constrain the answer only; thoughts are free."""
+    options = ("--served-model-name", "tiny", "--chat-template", THINKING_TEMPLATE)
+    with serve(*options, "--set", "reasoning_config={}") as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("opened_by_prompt", [False, True])
+@pytest.mark.parametrize("kind", ["format", "call", "either"])
+def test_p42_thoughts_before_a_grammar_are_no_part_of_the_answer(
+    patient: Server, stream: bool, opened_by_prompt: bool, kind: str
+) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["a"]}}}
+    body: dict[str, Any] = {
+        "messages": MESSAGES,
+        "max_tokens": 300,
+        "thinking_token_budget": 5,
+        "temperature": 0,
+        "chat_template_kwargs": {"enable_thinking": opened_by_prompt},
+    }
+    if not opened_by_prompt:
+        body["messages"] = [{"role": "user", "content": "<think>"}]
+    if kind != "call":
+        body["response_format"] = wanted
+    if kind == "call":
+        body |= {"tools": [NOW], "tool_choice": "required", "parallel_tool_calls": False}
+    if kind == "either":
+        body |= {"tools": [NOW], "logit_bias": quote_first(patient)}
+    if stream:
+        deltas = [chunk["choices"][0]["delta"] for chunk in strict_chunks(patient, **body)]
+        content = "".join(delta.get("content", "") for delta in deltas)
+        thoughts = "".join(delta.get("reasoning_content", "") for delta in deltas)
+        names = [
+            call["function"]["name"]
+            for delta in deltas
+            for call in delta.get("tool_calls", [])
+            if "id" in call
+        ]
+    else:
+        message = patient.http.post("/v1/chat/completions", json=body).json()["choices"][0][
+            "message"
+        ]
+        content, thoughts = message["content"] or "", message.get("reasoning_content", "")
+        names = [call["function"]["name"] for call in message.get("tool_calls", [])]
+    assert thoughts
+    assert "think>" not in thoughts
+    assert (content, names) == (("", ["now"]) if kind == "call" else ('"a"', []))
+
+
+def quote_first(server: Server) -> dict[str, int]:
+    body = {"prompt": '"', "add_special_tokens": False}
+    (token,) = server.http.post("/tokenize", json=body).json()["tokens"]
+    return {str(token): 20}
+
+
+def test_thoughts_that_the_prompt_has_ended_are_not_waited_for(patient: Server) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "<think></think>"}],
+        "response_format": {"type": "json_schema", "json_schema": {
+            "name": "x", "schema": {"enum": ["a"]}}},
+    }  # fmt: skip
+    message = patient.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+    assert message["content"] == '"a"'
+    assert "reasoning_content" not in message

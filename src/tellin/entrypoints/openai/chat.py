@@ -10,10 +10,10 @@ from typing import Any
 from tellin.engine.prompts import RenderedPrompt, TokenizeParams
 from tellin.engine.renderer import ChatParams
 from tellin.entrypoints.openai.chat_choice import ChatChoiceWriter, ChoiceOptions
+from tellin.entrypoints.openai.chat_format import Constraint
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
 from tellin.entrypoints.openai.parsers.message import MessageParser
-from tellin.entrypoints.openai.parsers.reasoning import CLOSING, OPENING
 from tellin.entrypoints.openai.replies import ChatChunk, ChatCompletion
 from tellin.entrypoints.openai.requests import ChatCompletionRequest
 from tellin.entrypoints.openai.sampling import make_sampling_params, split_n
@@ -76,12 +76,10 @@ class PreparedChat:
             include_reasoning=request.include_reasoning,
             id_length=plan.id_length,
         )
-        is_forced = _is_forced(request, plan)
+        constraint = _constraint(request, plan)
         self.choices = []
         for index in range(n):
-            think = None
-            if not is_forced:
-                think = context.chat_format.make_think_parser(prompt.get("prompt") or "")
+            think = context.chat_format.make_think_parser(prompt.get("prompt") or "", constraint)
             parser = MessageParser(think, plan.make_parser(), max_calls=plan.max_calls)
             self.choices.append(ChatChoiceWriter(index, parser, options))
 
@@ -171,7 +169,10 @@ class ChatService:
         context.check_num_sequences(n)
         await context.check_constraint(params)
         prompt = await self._render(request, plan)
-        params.stop_outside = self._thought_marks(request, plan, prompt)
+        # Stop strings count in what is visible, not in thoughts (where those are parted).
+        params.stop_outside = context.chat_format.thought_marks(
+            prompt.get("prompt") or "", _constraint(request, plan)
+        )
         jobs = make_jobs([prompt], params, n, context.adapters.get(request.model))
         return PreparedChat(context, request, prompt, jobs, plan, n)
 
@@ -191,15 +192,6 @@ class ChatService:
             **overrides,
         )
         return params, n
-
-    def _thought_marks(
-        self, request: ChatCompletionRequest, plan: ToolPlan, prompt: RenderedPrompt
-    ) -> tuple[str, str] | None:
-        """Stop strings count in what is visible, not in thoughts (where those are parted)."""
-        if not self.context.chat_format.thinks or _is_forced(request, plan):
-            return None
-        text = prompt.get("prompt") or ""
-        return ("" if text.rstrip().endswith(OPENING) else OPENING), CLOSING
 
     async def _render(self, request: ChatCompletionRequest, plan: ToolPlan) -> RenderedPrompt:
         tok_params = TokenizeParams(request.add_special_tokens).with_options(
@@ -248,9 +240,11 @@ class ChatService:
         )
 
 
-def _is_forced(request: ChatCompletionRequest, plan: ToolPlan) -> bool:
-    """Whether a grammar forces the answer, which then comes at once, without thoughts."""
-    return plan.is_forced or wants_json(request)
+def _constraint(request: ChatCompletionRequest, plan: ToolPlan) -> Constraint:
+    """What the request's grammar, if it has one, describes."""
+    if plan.is_forced or wants_json(request):
+        return Constraint.ANSWER
+    return Constraint.NONE if request.structured_outputs is None else Constraint.TEXT
 
 
 def check_template_kwargs(kwargs: dict[str, Any] | None) -> dict[str, Any]:

@@ -6,10 +6,12 @@ results in the history become text in Hermes' format, and so a request never los
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tellin.config import ReasoningConfig
 from tellin.engine.renderer import ChatTokenizer
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.parsers.base import ToolParser
@@ -32,12 +34,28 @@ To call one, answer with its name and its arguments as a JSON object, like this:
 Write one such block per call, and nothing else when you call."""
 
 
+class Constraint(enum.Enum):
+    """What a grammar says of an answer."""
+
+    NONE = enum.auto()
+    """There is none."""
+    TEXT = enum.auto()
+    """It describes a text, in which there may be thoughts."""
+    ANSWER = enum.auto()
+    """It describes the answer alone: where grammars do not wait for thoughts there are none."""
+
+
 class ChatFormat:
     """Facts about one model's chat format."""
 
     def __init__(
-        self, config: ServerConfig, chat_template: str | None, tokenizer: ChatTokenizer | None
+        self,
+        config: ServerConfig,
+        chat_template: str | None,
+        tokenizer: ChatTokenizer | None,
+        gate: ReasoningConfig | None = None,
     ) -> None:
+        """``gate``: what the engine's grammars wait for, if they leave thoughts free."""
         template = chat_template or ""
         self.has_tools = template_has_tools(template)
         self.has_effort = "reasoning_effort" in template
@@ -50,19 +68,48 @@ class ChatFormat:
         self.thinks = config.reasoning_parser == "think" or (
             config.reasoning_parser == "auto" and template_thinks(template)
         )
+        self._gate = None if config.reasoning_parser == "none" else gate
         special = _special_texts(tokenizer)
         self._special_tool_markers = any(text in special for text in self.tool_parser.markers)
         self._special_think_markers = OPENING in special or CLOSING in special
+        self._special_gate = gate is not None and gate.think_end_str in special
 
     def needs_special_tokens(self, has_tools: bool) -> bool:
         """Whether the parsers must see special tokens in the text."""
-        return (has_tools and self._special_tool_markers) or (
-            self.thinks and self._special_think_markers
+        return (
+            (has_tools and self._special_tool_markers)
+            or (self.thinks and self._special_think_markers)
+            or (self._gate is not None and self._special_gate)
         )
 
-    def make_think_parser(self, prompt: str) -> ThinkParser | None:
-        """The parser of thoughts for an answer to ``prompt``."""
-        return ThinkParser(prompt.rstrip().endswith(OPENING)) if self.thinks else None
+    def make_think_parser(self, prompt: str, constraint: Constraint) -> ThinkParser | None:
+        """The parser of thoughts for an answer to ``prompt``; None if there are none."""
+        gate = self._gate
+        if constraint is not Constraint.NONE and gate is not None:
+            if _has_ended(prompt, gate):
+                return None
+            starts_inside = prompt.rstrip().endswith(gate.think_start_str)
+            return ThinkParser(
+                starts_inside,
+                is_certain=True,
+                opening=gate.think_start_str,
+                closing=gate.think_end_str,
+            )
+        if constraint is Constraint.ANSWER or not self.thinks:
+            return None
+        return ThinkParser(prompt.rstrip().endswith(OPENING))
+
+    def thought_marks(self, prompt: str, constraint: Constraint) -> tuple[str, str] | None:
+        """Texts around the thoughts of an answer to ``prompt``; an empty first one: from the start.
+
+        None if there are none, or if they are not parted from the answer.
+        """
+        gate = self._gate
+        if constraint is not Constraint.NONE and gate is not None:
+            return None if _has_ended(prompt, gate) else ("", gate.think_end_str)
+        if constraint is Constraint.ANSWER or not self.thinks:
+            return None
+        return ("" if prompt.rstrip().endswith(OPENING) else OPENING), CLOSING
 
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None
@@ -79,6 +126,11 @@ class ChatFormat:
         if tools:
             _add_to_system(prepared, _tools_text(tools))
         return prepared, None
+
+
+def _has_ended(prompt: str, gate: ReasoningConfig) -> bool:
+    """Whether the engine takes the thoughts for over: the last mark in the prompt counts."""
+    return prompt.rfind(gate.think_end_str) > prompt.rfind(gate.think_start_str)
 
 
 def _special_texts(tokenizer: ChatTokenizer | None) -> set[str]:

@@ -41,7 +41,10 @@ class ServingContext:
         self.config = config
         self.model_names = config.served_model_names or (model.served_model_name or model.model,)
         self.created = int(time.time())
-        self.chat_format = ChatFormat(config, model.chat_template, engine.tokenizer)
+        gate = engine.config.reasoning_config
+        if engine.config.structured_outputs_config.enable_in_reasoning:
+            gate = None
+        self.chat_format = ChatFormat(config, model.chat_template, engine.tokenizer, gate)
         self.http_metrics = HttpMetrics(engine.config.observability_config.metrics_prefix)
         self.adapters = Adapters(engine, self.model_names, dict(config.lora_modules))
         self.is_draining = False

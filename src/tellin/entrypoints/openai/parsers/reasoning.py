@@ -17,12 +17,25 @@ class ThinkParser:
     White space around the thoughts belongs to neither. An opening tag counts only at the beginning.
     """
 
-    def __init__(self, starts_inside: bool) -> None:
-        """``starts_inside``: the prompt already ends with the opening tag."""
+    def __init__(
+        self,
+        starts_inside: bool,
+        *,
+        is_certain: bool = False,
+        opening: str = OPENING,
+        closing: str = CLOSING,
+    ) -> None:
+        """
+        Args:
+            starts_inside: the prompt already ends with the opening tag.
+            is_certain: the text begins with thoughts, whether it has an opening tag or not.
+        """
         self._reasoning = ""
         self._content = ""
         self._held = ""
-        self._scanner = MarkerScanner([CLOSING])
+        self._opening = opening
+        self._is_certain = is_certain
+        self._scanner = MarkerScanner([closing])
         self._has_thought = False
         self._state: Callable[[str], None] = self._inside if starts_inside else self._at_start
 
@@ -39,6 +52,9 @@ class ThinkParser:
     def finish(self) -> ParsedDelta:
         if self._state == self._inside:
             self._think(self._scanner.finish())
+        elif self._state == self._at_start and self._is_certain:
+            self._enter()
+            self._think(self._scanner.finish())
         elif self._state == self._at_start:
             self._content += self._held
         self._held = ""
@@ -47,12 +63,23 @@ class ThinkParser:
     def _at_start(self, char: str) -> None:
         self._held += char
         text = self._held.lstrip()
-        if text == OPENING:
+        if text == self._opening:
             self._held = ""
             self._state = self._inside
-        elif text and not OPENING.startswith(text):
+        elif not text or self._opening.startswith(text):
+            return
+        elif self._is_certain:
+            self._enter()
+        else:
             self._content, self._held = self._held, ""
             self._state = self._passed
+
+    def _enter(self) -> None:
+        """What was held back is thoughts already."""
+        held, self._held = self._held, ""
+        self._state = self._inside
+        for char in held:
+            self._state(char)
 
     def _inside(self, char: str) -> None:
         text, marker = self._scanner.push(char)
