@@ -14,7 +14,7 @@ constexpr int64_t kTaskRows = 192;
 constexpr int64_t kRowStep = 12;
 // Least rows of a block: members have rows of their own if the batch has as many for each. Fewer would not
 // pay for reading all weights.
-constexpr int64_t kBlockRows = 16;
+constexpr int64_t kBlockRows = 32;
 // Tasks per member that a large batch is cut into if it can be: the last ones to end leave others idle.
 constexpr int64_t kTasksPerMember = 8;
 // Bytes of weights per task of a small batch: some 4 us of one core's memory bandwidth, against 0.1 us to
