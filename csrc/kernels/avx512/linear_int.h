@@ -16,9 +16,11 @@ namespace tellin {
 namespace {
 
 // Blocks of a chunk. On Zen 5 long chunks are 5 % faster for 13 to 24 tokens, 3 % slower from 32 on, and for
-// fewer tokens, and where the last chunk would be a short one, they stream worse.
+// fewer tokens, and where chunks would be of unequal length, they stream worse. Groups of few blocks are one
+// chunk.
 constexpr int kShortChunk = 8;
 constexpr int kLongChunk = 16;
+constexpr int kLargestChunk = 24;
 constexpr int kMaxTile = 6;  // tokens of a tile: 2 x 6 integer and 2 x 6 float accumulators fill 32 registers
 constexpr int kMaxTokens = 192;      // tokens that share a pass over the weights: 24 KiB of accumulators
 constexpr int kPrefetchBlocks = 16;  // how far ahead of its use a block of codes is fetched
@@ -55,9 +57,9 @@ TELLIN_INLINE void prefetch_codes(CodePrefetch& ahead, size_t group_bytes) {
 
 // Expanded scales and code sums of one chunk, [sum][group][16].
 struct ChunkScales {
-  alignas(64) float scale[2 * kLongChunk][2][kRows];
-  alignas(64) float minimum[2 * kLongChunk][2][kRows];
-  alignas(64) int32_t code_pair[2 * kLongChunk][2][kRows];  // see first_sums; for 8-bit activations
+  alignas(64) float scale[2 * kLargestChunk][2][kRows];
+  alignas(64) float minimum[2 * kLargestChunk][2][kRows];
+  alignas(64) int32_t code_pair[2 * kLargestChunk][2][kRows];  // see first_sums; for 8-bit activations
 };
 
 // One 32-feature block: acc[group][token] += scaled integer sums (and minima).
@@ -187,17 +189,19 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
   const size_t group_bytes = p.w.group_bytes;
   const int64_t num_supers = static_cast<int64_t>(group_bytes / kFormat.super_bytes());
   const int num_tiles = (tokens + kMaxTile - 1) / kMaxTile;
+  // Chunks are equal but for the first, which may be shorter: so the code that is fetched with a chunk ends
+  // with the group or before it.
+  const bool is_whole = num_supers * kFormat.blocks() <= kLargestChunk;
   const bool is_long =
       (num_tiles == 3 || num_tiles == 4) && num_supers % (kLongChunk / kFormat.blocks()) == 0;
-  const int chunk_supers = (is_long ? kLongChunk : kShortChunk) / kFormat.blocks();
-  const int num_lines = chunk_supers * kFormat.super_bytes() / 64;
-  const int tile_blocks = num_tiles * chunk_supers * kFormat.blocks();
-  const int lines_per_block = (num_lines + tile_blocks - 1) / tile_blocks;
+  const int64_t chunk_supers = is_whole ? num_supers : (is_long ? kLongChunk : kShortChunk) / kFormat.blocks();
+  const int64_t ahead_supers = is_whole ? num_supers : kPrefetchBlocks / kFormat.blocks();
   const uint8_t* const group = p.w.data + g0 * group_bytes;
   const uint8_t* w = group;
   const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
-  for (int64_t s0 = 0; s0 < num_supers; s0 += chunk_supers) {
-    const int chunk = static_cast<int>(num_supers - s0 < chunk_supers ? num_supers - s0 : chunk_supers);
+  int64_t chunk_end = (num_supers - 1) % chunk_supers + 1;
+  for (int64_t s0 = 0; s0 < num_supers; s0 = chunk_end, chunk_end += chunk_supers) {
+    const int chunk = static_cast<int>(chunk_end - s0);
     for (int g = 0; g < kGroups; ++g) {
       for (int s = 0; s < chunk; ++s) {
         const int first = s * kFormat.blocks() * kSums;
@@ -205,9 +209,12 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
                          scales.minimum[first][g]);
       }
     }
-    const int64_t next = s0 + kPrefetchBlocks / kFormat.blocks();
+    const int64_t next = s0 + ahead_supers;
     const uint8_t* fetch = next < num_supers ? group + next * kFormat.super_bytes()
                                              : after + (next - num_supers) * kFormat.super_bytes();
+    const int num_lines = chunk * kFormat.super_bytes() / 64;
+    const int tile_blocks = num_tiles * chunk * kFormat.blocks();
+    const int lines_per_block = (num_lines + tile_blocks - 1) / tile_blocks;
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
       const CodePrefetch ahead = {fetch + 64 * (num_lines * i / num_tiles),
