@@ -268,13 +268,23 @@ void AttentionStage::expand_rows(const Item& item, int64_t kv_head, int64_t part
 void AttentionStage::write_out(const Item& item, int64_t kv_head, const float* running) const {
   const int64_t group = shape_.group();
   const int64_t stride = shape_.head_dim + kStatePadding;
+  const int64_t columns = group * shape_.head_dim;
   for (int64_t t = 0; t < item.num_tokens; ++t) {
-    float* out = buffers_.out->row(item.first_token + t) + kv_head * group * shape_.head_dim;
+    const int64_t row = item.first_token + t;
+    float* out = buffers_.out->row(row) + kv_head * columns;
     for (int64_t g = 0; g < group; ++g) {
       kernels_.attention->finish(shape_.head_dim, running + (t * group + g) * stride,
                                  out + g * shape_.head_dim);
     }
+    quantize_columns(kernels_, output_precisions_, *buffers_.out, row, kv_head * columns,
+                     (kv_head + 1) * columns);
   }
+}
+
+bool AttentionStage::quantize_output(const Buffer& out, ActPrecision precision) {
+  if (&out != buffers_.out || shape_.group() * shape_.head_dim % kActBlock != 0) return false;
+  output_precisions_.push_back(precision);
+  return true;
 }
 
 }  // namespace tellin

@@ -102,6 +102,7 @@ class AttentionStage final : public Stage {
   std::string kind() const override { return "attention"; }
   int64_t prepare(const Pass& pass) noexcept override;
   void run(int64_t task, int member) noexcept override;
+  bool quantize_output(const Buffer& out, ActPrecision precision) override;
 
  private:
   using Item = AttentionSchedule::Item;
@@ -122,6 +123,7 @@ class AttentionStage final : public Stage {
   const int64_t layer_;
   std::vector<AttentionScratch>* scratch_;
   const KvLayout panel_layout_;
+  std::vector<ActPrecision> output_precisions_;  // in which the output is quantised
   AttentionSchedule* schedule_ = nullptr;
 };
 

@@ -7,7 +7,7 @@ namespace tellin {
 namespace {
 
 // Up to this many rows a step is a walk over the weights: a task takes all rows for a few groups.
-constexpr int64_t kFewRows = 16;
+constexpr int64_t kFewRows = 64;
 // Most rows per task of a large batch: as many as the kernels take in one pass over the weights. Whole kernel
 // tiles (of 2, 3, 4 or 6 rows) fit into a multiple of kRowStep.
 constexpr int64_t kTaskRows = 192;
@@ -17,15 +17,19 @@ constexpr int64_t kRowStep = 12;
 constexpr int64_t kBlockRows = 32;
 // Tasks per member that a large batch is cut into if it can be: the last ones to end leave others idle.
 constexpr int64_t kTasksPerMember = 8;
-// Bytes of weights per task of a small batch: some 4 us of one core's memory bandwidth, against 0.1 us to
-// take a task.
+// Most bytes of weights per task of a small batch: some 4 us of one core's memory bandwidth, against 0.1 us
+// to take a task. Towards the end of a share tasks become smaller, so that members end together.
 constexpr int64_t kTaskBytes = 64 << 10;
+constexpr int64_t kTasksLeft = 3;  // a task is at most this part of what is left of a share
+// Integer kernels walk two groups side by side; their outputs are a block of the next layer's activations.
+constexpr int64_t kIntGroups = 2;
+static_assert(kIntGroups * kGroupRows % kActBlock == 0 && kGroupsPerTask % kIntGroups == 0);
 
 int64_t divide_up(int64_t value, int64_t divisor) {
   return (value + divisor - 1) / divisor;
 }
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
+int64_t group_bytes(const LinearPart& part) {
+  return static_cast<int64_t>(part.weight->group_bytes + (part.up != nullptr ? part.up->group_bytes : 0));
 }
 
 }  // namespace
@@ -33,25 +37,21 @@ int64_t round_up(int64_t value, int64_t multiple) {
 LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x,
                          ActPrecision precision, std::vector<LinearPart> parts)
     : kernels_(kernels), num_threads_(num_threads), x_(x), precision_(precision), parts_(std::move(parts)) {
-  int64_t total_bytes = 0;
   bool needs_scratch = false;
   for (const LinearPart& part : parts_) {
-    total_bytes += part.weight->num_groups * static_cast<int64_t>(part.weight->group_bytes);
     needs_scratch = needs_scratch || part.up != nullptr || part.residual != nullptr;
   }
-  int64_t widest = 0;
   for (size_t i = 0; i < parts_.size(); ++i) {
-    const PackedMatrix& w = *parts_[i].weight;
-    const int64_t wanted = std::min(kTaskBytes, total_bytes / (4 * num_threads_));
-    const int64_t few = std::max<int64_t>(
-        kGroupsPerTask, round_up(wanted / static_cast<int64_t>(w.group_bytes), kGroupsPerTask));
-    for (auto [chunks, step] : {std::pair(&small_chunks_, few), std::pair(&large_chunks_, kGroupsPerTask)}) {
-      for (int64_t begin = 0; begin < w.num_groups; begin += step) {
-        chunks->push_back({static_cast<int32_t>(i), static_cast<int32_t>(begin),
-                           static_cast<int32_t>(std::min(begin + step, w.num_groups))});
-      }
-      widest = std::max(widest, step * kGroupRows);
+    const int64_t num_groups = parts_[i].weight->num_groups;
+    for (int64_t begin = 0; begin < num_groups; begin += kGroupsPerTask) {
+      large_chunks_.push_back({static_cast<int32_t>(i), static_cast<int32_t>(begin),
+                               static_cast<int32_t>(std::min(begin + kGroupsPerTask, num_groups))});
     }
+  }
+  cut_shares();
+  int64_t widest = kGroupsPerTask * kGroupRows;
+  for (const Chunk& chunk : small_chunks_) {
+    widest = std::max<int64_t>(widest, (chunk.end - chunk.begin) * kGroupRows);
   }
   if (needs_scratch) {
     const int64_t floats = kTaskRows * widest;
@@ -59,6 +59,36 @@ LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buf
       scratch_.emplace_back(static_cast<size_t>(floats) * sizeof(float), /*huge_pages=*/false);
     }
   }
+}
+
+// Members' shares of a small batch: equal bytes of weights, cut into tasks.
+void LinearStage::cut_shares() {
+  const int64_t grain = precision_ == ActPrecision::kFloat32 ? kGroupsPerTask : kIntGroups;
+  int64_t total = 0;
+  for (const LinearPart& part : parts_) total += group_bytes(part) * part.weight->num_groups;
+  int64_t done = 0;
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    const int64_t num_groups = parts_[i].weight->num_groups;
+    for (int64_t begin = 0; begin < num_groups;) {
+      // Member m has what begins in [total * m / n, total * (m + 1) / n).
+      const int64_t member = done * num_threads_ / total;
+      while (static_cast<int64_t>(small_shares_.size()) <= member) {
+        small_shares_.push_back(static_cast<int64_t>(small_chunks_.size()));
+      }
+      const int64_t left = divide_up(total * (member + 1), num_threads_) - done;
+      const int64_t wanted = std::min(kTaskBytes, left / kTasksLeft) / group_bytes(parts_[i]) / grain * grain;
+      const int64_t end = std::min(num_groups, begin + std::max(grain, wanted));
+      small_chunks_.push_back(
+          {static_cast<int32_t>(i), static_cast<int32_t>(begin), static_cast<int32_t>(end)});
+      done += (end - begin) * group_bytes(parts_[i]);
+      begin = end;
+    }
+  }
+  small_shares_.resize(static_cast<size_t>(num_threads_) + 1, static_cast<int64_t>(small_chunks_.size()));
+}
+
+const int64_t* LinearStage::shares() const noexcept {
+  return chunks_ == &small_chunks_ ? small_shares_.data() : nullptr;
 }
 
 std::string LinearStage::kind() const {
@@ -78,7 +108,7 @@ int64_t LinearStage::prepare(const Pass& pass) noexcept {
   if (!few) {
     const int64_t wanted = divide_up(kTasksPerMember * num_threads_, num_chunks * blocks);
     const int64_t tiles =
-        std::max(divide_up(block_rows_, kTaskRows), std::min(wanted, divide_up(block_rows_, kFewRows)));
+        std::max(divide_up(block_rows_, kTaskRows), std::min(wanted, divide_up(block_rows_, kBlockRows)));
     tile_rows_ = divide_up(divide_up(block_rows_, tiles), kRowStep) * kRowStep;
   }
   num_tiles_ = divide_up(block_rows_, tile_rows_);
@@ -97,7 +127,6 @@ void LinearStage::run(int64_t task, int member) noexcept {
   if (m0 >= m1) return;
   const int64_t column = chunk.begin * kGroupRows;
   const int64_t count = std::min(chunk.end * kGroupRows, part.weight->n) - column;
-  const VectorKernels& k = *kernels_.vector;
   float* scratch =
       scratch_.empty() ? nullptr : reinterpret_cast<float*>(scratch_[static_cast<size_t>(member)].data());
   // Kernels address the whole result: the origin of a tile in scratch lies before it.
@@ -109,29 +138,44 @@ void LinearStage::run(int64_t task, int member) noexcept {
     up_weight.follow = gate_weight.data + chunk.end * static_cast<int64_t>(gate_weight.group_bytes);
     product(gate_weight, m0, m1, chunk, part.out->base, part.out->stride);
     product(up_weight, m0, m1, chunk, scratch_origin, count);
-    for (int64_t m = m0; m < m1; ++m) {
-      float* gate = part.out->row(m) + column;
-      float* up = scratch + (m - m0) * count;
-      if (part.bias != nullptr) k.add(gate, part.bias + column, count, gate);
-      if (part.up_bias != nullptr) k.add(up, part.up_bias + column, count, up);
-      k.act_mul(part.act, gate, up, count, gate);
-    }
   } else if (part.residual != nullptr) {
     // `out` may be `residual`: the product must not overwrite it.
     product(*part.weight, m0, m1, chunk, scratch_origin, count);
-    for (int64_t m = m0; m < m1; ++m) {
-      float* y = scratch + (m - m0) * count;
-      if (part.bias != nullptr) k.add(y, part.bias + column, count, y);
-      k.add(y, part.residual->row(m) + column, count, part.out->row(m) + column);
-    }
   } else {
     product(*part.weight, m0, m1, chunk, part.out->base, part.out->stride);
-    if (part.bias == nullptr) return;
-    for (int64_t m = m0; m < m1; ++m) {
-      float* y = part.out->row(m) + column;
-      k.add(y, part.bias + column, count, y);
-    }
   }
+  finish(part, m0, m1, column, count, scratch);
+}
+
+// What follows the products of columns [column, column + count).
+void LinearStage::finish(const LinearPart& part, int64_t m0, int64_t m1, int64_t column, int64_t count,
+                         float* scratch) const {
+  const VectorKernels& k = *kernels_.vector;
+  if (part.up == nullptr && part.residual == nullptr && part.bias == nullptr && output_precisions_.empty())
+    return;
+  for (int64_t m = m0; m < m1; ++m) {
+    float* out = part.out->row(m) + column;
+    if (part.up != nullptr) {
+      float* up = scratch + (m - m0) * count;
+      if (part.bias != nullptr) k.add(out, part.bias + column, count, out);
+      if (part.up_bias != nullptr) k.add(up, part.up_bias + column, count, up);
+      k.act_mul(part.act, out, up, count, out);
+    } else if (part.residual != nullptr) {
+      float* y = scratch + (m - m0) * count;
+      if (part.bias != nullptr) k.add(y, part.bias + column, count, y);
+      k.add(y, part.residual->row(m) + column, count, out);
+    } else if (part.bias != nullptr) {
+      k.add(out, part.bias + column, count, out);
+    }
+    quantize_columns(kernels_, output_precisions_, *part.out, m, column, column + count);
+  }
+}
+
+// Tasks begin and end at whole blocks of the output if it has whole blocks.
+bool LinearStage::quantize_output(const Buffer& out, ActPrecision precision) {
+  if (parts_.size() != 1 || parts_[0].out != &out || out.width % kActBlock != 0) return false;
+  output_precisions_.push_back(precision);
+  return true;
 }
 
 void LinearStage::product(const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk, float* out,

@@ -27,13 +27,18 @@ class LinearStage final : public Stage {
 
   std::string kind() const override;
   int64_t prepare(const Pass& pass) noexcept override;
+  const int64_t* shares() const noexcept override;
   void run(int64_t task, int member) noexcept override;
+  bool quantize_output(const Buffer& out, ActPrecision precision) override;
 
  private:
   struct Chunk {
     int32_t part;
     int32_t begin, end;  // groups
   };
+  void cut_shares();
+  void finish(const LinearPart& part, int64_t m0, int64_t m1, int64_t column, int64_t count,
+              float* scratch) const;
   void product(const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk, float* out,
                int64_t ldo) const;
 
@@ -42,7 +47,9 @@ class LinearStage final : public Stage {
   const Buffer* x_;
   const ActPrecision precision_;
   const std::vector<LinearPart> parts_;
+  std::vector<ActPrecision> output_precisions_;     // in which the output is quantised
   std::vector<Chunk> small_chunks_, large_chunks_;  // for few rows, for many
+  std::vector<int64_t> small_shares_;  // of small_chunks_: where each member's begin, and the end
   const std::vector<Chunk>* chunks_ = nullptr;
   std::vector<MappedMemory> scratch_;  // per member, for one tile
   int64_t num_rows_ = 0;

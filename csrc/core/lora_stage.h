@@ -79,8 +79,10 @@ class SideBySide final : public Stage {
   std::string kind() const override { return main_->kind(); }
   int64_t prepare(const Pass& pass) noexcept override {
     num_main_ = main_->prepare(pass);
-    return num_main_ + side_->prepare(pass);
+    num_side_ = side_->prepare(pass);
+    return num_main_ + num_side_;
   }
+  const int64_t* shares() const noexcept override { return num_side_ == 0 ? main_->shares() : nullptr; }
   void run(int64_t task, int member) noexcept override {
     if (task < num_main_) {
       main_->run(task, member);
@@ -91,7 +93,7 @@ class SideBySide final : public Stage {
 
  private:
   const std::unique_ptr<Stage> main_, side_;
-  int64_t num_main_ = 0;
+  int64_t num_main_ = 0, num_side_ = 0;
 };
 
 // out += low B^T for every part.

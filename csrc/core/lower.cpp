@@ -73,11 +73,12 @@ void Program::State::quantize(Buffer& x, ActPrecision precision) {
   const std::pair<const Buffer*, ActPrecision> entry(&x, precision);
   if (std::find(quantized_valid.begin(), quantized_valid.end(), entry) != quantized_valid.end()) return;
   x.quantized(precision).used = true;
+  quantized_valid.push_back(entry);
+  if (!stages.empty() && stages.back().stage->quantize_output(x, precision)) return;
   RowOp op = make(RowOp::Kind::kQuantize);
   op.precision = precision;
   op.x = &x;
   chain(x.rows).append(op);
-  quantized_valid.push_back(entry);
 }
 
 size_t Program::State::shape_index(const AttentionShape& shape) {

@@ -39,6 +39,7 @@ void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels) {
       Buffer::Quantized& quantized = buffer.quantized(precision);
       if (!quantized.used) continue;
       const auto row_bytes = static_cast<int64_t>(kernels.quantized_row_bytes(buffer.width, precision));
+      // Fresh memory is zero, as what lies behind the last block of a row must be.
       quantized.memory = MappedMemory(static_cast<size_t>(capacity * row_bytes), /*huge_pages=*/false);
       quantized.rows = {quantized.memory.data(), row_bytes};
     }
@@ -127,7 +128,7 @@ class Program::Run final : public ThreadTeam::Job {
       if (tasks == 0) continue;
       current_ = entry.stage.get();
       ++state_.stage_serial;
-      shares_.deal(tasks);
+      shares_.deal(tasks, current_->shares());
       return tasks;
     }
   }

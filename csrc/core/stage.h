@@ -34,6 +34,9 @@ struct Buffer {
 
   float* row(int64_t r) const { return base + r * stride; }
   Quantized& quantized(ActPrecision precision) { return precision == ActPrecision::kInt8 ? int8 : int16; }
+  const Quantized& quantized(ActPrecision precision) const {
+    return precision == ActPrecision::kInt8 ? int8 : int16;
+  }
 };
 
 // Consecutive rows of one request within a pass.
@@ -74,6 +77,15 @@ struct KernelTables {
   const AttentionKernels* attention;
 };
 
+// Quantises columns of a row for those who read it.
+inline void quantize_columns(const KernelTables& kernels, const std::vector<ActPrecision>& precisions,
+                             const Buffer& buffer, int64_t row, int64_t begin, int64_t end) {
+  for (const ActPrecision precision : precisions) {
+    kernels.linear->quantize_part(precision, buffer.row(row), begin, end, row,
+                                  buffer.quantized(precision).rows);
+  }
+}
+
 class Stage {
  public:
   virtual ~Stage() = default;
@@ -81,7 +93,11 @@ class Stage {
   virtual std::string kind() const = 0;
   // Number of tasks for this pass; 0 skips the stage. Called by one member before any run().
   virtual int64_t prepare(const Pass& pass) noexcept = 0;
+  // Where each member's share of the tasks begins, and their number; nullptr: shares are equal.
+  virtual const int64_t* shares() const noexcept { return nullptr; }
   virtual void run(int64_t task, int member) noexcept = 0;
+  // While building: from now on the stage also quantises what it writes to `out`, if it can.
+  virtual bool quantize_output(const Buffer&, ActPrecision) { return false; }
 };
 
 }  // namespace tellin

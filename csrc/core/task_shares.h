@@ -13,12 +13,14 @@ class TaskShares {
  public:
   explicit TaskShares(int num_members) : shares_(static_cast<size_t>(num_members)) {}
 
-  // Deals tasks [0, count), count < 2^32. Not while others take().
-  void deal(int64_t count) noexcept {
+  // Deals tasks [0, count), count < 2^32. Not while others take(). `bounds`: where shares begin, one per
+  // member and the count; nullptr: shares are equal.
+  void deal(int64_t count, const int64_t* bounds = nullptr) noexcept {
     const auto members = static_cast<int64_t>(shares_.size());
     for (int64_t i = 0; i < members; ++i) {
-      shares_[static_cast<size_t>(i)].left.store(pack(count * i / members, count * (i + 1) / members),
-                                                 std::memory_order_relaxed);
+      const int64_t begin = bounds != nullptr ? bounds[i] : count * i / members;
+      const int64_t end = bounds != nullptr ? bounds[i + 1] : count * (i + 1) / members;
+      shares_[static_cast<size_t>(i)].left.store(pack(begin, end), std::memory_order_relaxed);
     }
   }
 

@@ -75,6 +75,11 @@ struct LinearKernels {
 
   // Dequantises row `row` of the unpacked file tensor (embedding lookup) to float32 [k].
   void (*dequantize_row)(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
+
+  // Quantises features [begin, end) of a row as quantize_row does; both are multiples of kActBlock. `x` is
+  // the row's feature 0. What lies behind the last block of a row is not written: it must be zero.
+  void (*quantize_part)(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
+                        const QuantizedRows& out);
 };
 
 // Table of the best variant this machine runs (isa == nullptr), or of the one named: "avx512", "avxvnni",

@@ -64,7 +64,8 @@ constexpr LinearKernels kTable = {"avx2",
                                   linear_int_any<Act8>,
                                   linear_int_any<Act16>,
                                   linear_f32_any,
-                                  nullptr};
+                                  nullptr,
+                                  quantize_part};
 
 }  // namespace
 

@@ -119,5 +119,17 @@ void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row
   }
 }
 
+void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
+                   const QuantizedRows& out) {
+  uint8_t* target = out.data + row * out.row_bytes;
+  for (int64_t b = begin / kBlockK; b < end / kBlockK; ++b) {
+    if (precision == ActPrecision::kInt8) {
+      quantize_block(x + b * kBlockK, reinterpret_cast<Act8*>(target) + b);
+    } else {
+      quantize_block(x + b * kBlockK, reinterpret_cast<Act16*>(target) + b);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace tellin

@@ -194,7 +194,8 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
   const bool is_whole = num_supers * kFormat.blocks() <= kLargestChunk;
   const bool is_long =
       (num_tiles == 3 || num_tiles == 4) && num_supers % (kLongChunk / kFormat.blocks()) == 0;
-  const int64_t chunk_supers = is_whole ? num_supers : (is_long ? kLongChunk : kShortChunk) / kFormat.blocks();
+  const int64_t chunk_supers =
+      is_whole ? num_supers : (is_long ? kLongChunk : kShortChunk) / kFormat.blocks();
   const int64_t ahead_supers = is_whole ? num_supers : kPrefetchBlocks / kFormat.blocks();
   const uint8_t* const group = p.w.data + g0 * group_bytes;
   const uint8_t* w = group;

@@ -301,6 +301,20 @@ void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row
   }
 }
 
+void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
+                   const QuantizedRows& out) {
+  uint8_t* target = out.data + row * out.row_bytes;
+  for (int64_t b = begin / kBlockK; b < end / kBlockK; ++b) {
+    float block[kBlockK];
+    std::memcpy(block, x + b * kBlockK, sizeof block);
+    if (precision == ActPrecision::kInt8) {
+      quantize_block(block, reinterpret_cast<Act8*>(target) + b);
+    } else {
+      quantize_block(block, reinterpret_cast<Act16*>(target) + b);
+    }
+  }
+}
+
 template <class Act>
 void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
                     int64_t g1, float* out, int64_t ldo) {
@@ -359,7 +373,8 @@ const LinearKernels* portable_linear_table() {
                                       linear_int_any<Act8>,
                                       linear_int_any<Act16>,
                                       linear_f32_any,
-                                      nullptr};
+                                      nullptr,
+                                      quantize_part};
   return &table;
 }
 
