@@ -17,8 +17,8 @@ constexpr int64_t kRowStep = 12;
 constexpr int64_t kBlockRows = 32;
 // Tasks per member that a large batch is cut into if it can be: the last ones to end leave others idle.
 constexpr int64_t kTasksPerMember = 8;
-// Most bytes of weights per task of a small batch: some 4 us of one core's memory bandwidth, against 0.1 us
-// to take a task. Towards the end of a share tasks become smaller, so that members end together.
+// Bytes of a matrix per task of a small batch, at most: some 4 us of one core's memory bandwidth, against 0.1
+// us to take a task. Towards the end of a share tasks become smaller, so that members end together.
 constexpr int64_t kTaskBytes = 64 << 10;
 constexpr int64_t kTasksLeft = 3;  // a task is at most this part of what is left of a share
 // Integer kernels walk two groups side by side; their outputs are a block of the next layer's activations.
@@ -69,6 +69,7 @@ void LinearStage::cut_shares() {
   int64_t done = 0;
   for (size_t i = 0; i < parts_.size(); ++i) {
     const int64_t num_groups = parts_[i].weight->num_groups;
+    const auto matrix_bytes = static_cast<int64_t>(parts_[i].weight->group_bytes);
     for (int64_t begin = 0; begin < num_groups;) {
       // Member m has what begins in [total * m / n, total * (m + 1) / n).
       const int64_t member = done * num_threads_ / total;
@@ -76,8 +77,10 @@ void LinearStage::cut_shares() {
         small_shares_.push_back(static_cast<int64_t>(small_chunks_.size()));
       }
       const int64_t left = divide_up(total * (member + 1), num_threads_) - done;
-      const int64_t wanted = std::min(kTaskBytes, left / kTasksLeft) / group_bytes(parts_[i]) / grain * grain;
-      const int64_t end = std::min(num_groups, begin + std::max(grain, wanted));
+      const int64_t wanted = left / kTasksLeft / group_bytes(parts_[i]) / grain * grain;
+      const int64_t most =
+          std::max<int64_t>(1, divide_up(kTaskBytes / matrix_bytes, kGroupsPerTask)) * kGroupsPerTask;
+      const int64_t end = std::min(num_groups, begin + std::clamp(wanted, grain, most));
       small_chunks_.push_back(
           {static_cast<int32_t>(i), static_cast<int32_t>(begin), static_cast<int32_t>(end)});
       done += (end - begin) * group_bytes(parts_[i]);
