@@ -372,7 +372,7 @@ def _from_structural_tag(
     tag = _parse_json_object(spec)
     split = _splitter(special_tokens)
     if "format" in tag:
-        return _from_format(tag["format"], params, options, split)
+        return _from_format(tag, params, options, split)
     triggers, structures = _parse_structural_tag(tag)
     rules: list[str] = []
     used: dict[str, list[str]] = {}
@@ -402,14 +402,17 @@ def _from_structural_tag(
 
 
 def _from_format(
-    root: Any, params: StructuredOutputsParams, options: dict[str, Any], split: _Splitter
+    tag: dict[str, Any],
+    params: StructuredOutputsParams,
+    options: dict[str, Any],
+    split: _Splitter,
 ) -> str:
     def write_schema(schema: Any) -> str:
         checked = _checked_schema(schema, params, options, "structural_tag")
         return f"%json {json.dumps({**checked, 'x-guidance': options})}"
 
     try:
-        return FormatWriter(split, write_schema).grammar(root)
+        return FormatWriter(split, write_schema).grammar(tag["format"], tag.get("definitions"))
     except InvalidParameterError:
         raise
     except ValueError as error:

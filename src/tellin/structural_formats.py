@@ -1,7 +1,7 @@
 """Structural tags written as one format: a tree of texts, schemas, sequences and alternatives.
 
 A leaf beside `tellin.grammar_validation`, which checks the schemas in it and compiles the result.
-It turns the tree into rules of a Lark grammar, one per node, and knows no vocabulary: literals are
+It turns the tree into rules of a Lark grammar, and knows no vocabulary: literals are
 written by a function that may put special tokens in their place. Whatever it does not know is an
 error that says where.
 """
@@ -12,7 +12,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-MAX_NODES = 4000
+MAX_RULES = 4000
+"""Most parts that are more than a text: compiling takes time of order n squared."""
 MAX_DEPTH = 64
 
 
@@ -30,22 +31,29 @@ class FormatWriter:
         self._write_text = write_text
         self._write_schema = write_schema
         self._rules: list[str] = []
-        self._num_nodes = 0
+        self._definitions: dict[str, str] = {}
 
-    def grammar(self, root: Any) -> str:
+    def grammar(self, root: Any, definitions: Any = None) -> str:
         """The whole grammar.
+
+        Args:
+            definitions: formats by name, which nodes of type ``ref`` stand for; they may refer to
+                each other and to themselves.
 
         Raises:
             ValueError: the format is malformed, or its schemas are; the message says where.
         """
+        if not isinstance(definitions, Mapping | None):
+            raise ValueError("definitions must be an object of formats")
+        self._definitions = {name: f"d{i}" for i, name in enumerate(definitions or {})}
+        for name, node in (definitions or {}).items():
+            body = self._node(node, f"definitions[{name!r}]", 0)
+            self._rules.append(f"{self._definitions[name]}: {body}")
         start = self._node(root, "format", 0)
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, ""])
 
     def _node(self, node: Any, path: str, depth: int) -> str:
-        """Write the rule of a node and of all below it; returns its name."""
-        self._num_nodes += 1
-        if self._num_nodes > MAX_NODES:
-            raise ValueError(f"it has more than {MAX_NODES} parts")
+        """Write the rules of a node and of all below it; returns the symbol for it."""
         if depth > MAX_DEPTH:
             raise ValueError("it is nested too deeply")
         kind = node.get("type") if isinstance(node, Mapping) else None
@@ -53,8 +61,13 @@ class FormatWriter:
             raise ValueError(
                 f"{path} must be an object whose type is one of {', '.join(FORMAT_TYPES)}"
             )
-        name = f"n{self._num_nodes}"
-        self._rules.append(f"{name}: {FORMAT_TYPES[kind](self, node, path, depth)}")
+        body = FORMAT_TYPES[kind](self, node, path, depth)
+        if kind in ("const_string", "ref"):
+            return body
+        if len(self._rules) >= MAX_RULES:
+            raise ValueError(f"it has more than {MAX_RULES} parts")
+        name = f"n{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
         return name
 
     # ------------------------------------------------------------------ one method per type
@@ -79,6 +92,12 @@ class FormatWriter:
         end = self._literal(_get(node, "end", str, path))
         content = self._node(node.get("content"), f"{path}.content", depth + 1)
         return f"{begin} {content} {end}"
+
+    def _ref(self, node: Mapping[str, Any], path: str, depth: int) -> str:
+        name = _get(node, "name", str, path)
+        if name not in self._definitions:
+            raise ValueError(f"{path}.name {name!r:.80} is not among the definitions")
+        return self._definitions[name]
 
     def _tags_with_separator(self, node: Mapping[str, Any], path: str, depth: int) -> str:
         tags = _get(node, "tags", list, path)
@@ -120,6 +139,7 @@ FORMAT_TYPES: dict[Any, Callable[[FormatWriter, Mapping[str, Any], str, int], st
     "or": FormatWriter._any_of,
     "tag": FormatWriter._tag,
     "tags_with_separator": FormatWriter._tags_with_separator,
+    "ref": FormatWriter._ref,
 }
 """What a node's ``type`` may be, and what writes its rule."""
 

@@ -326,12 +326,29 @@ TAG = {"type": "tag", "begin": "<", "content": TEXT, "end": ">"}
         ({"type": "tags_with_separator", "tags": [TAG]}, "format.separator is missing"),
         ({"type": "tags_with_separator", "tags": [TAG], "separator": "", "at_least_one": 1},
          "format.at_least_one must be true or false"),
-        ({"type": "sequence", "elements": [TEXT] * 4001}, "more than 4000 parts"),
+        ({"type": "or", "elements": [{"type": "regex", "pattern": "x"}] * 4001}, "more than 4000"),
+        ({"type": "ref", "name": "x"}, "format.name 'x' is not among the definitions"),
     ],
 )  # fmt: skip
 def test_unsound_formats_are_refused(node: Any, reason: str) -> None:
     with pytest.raises(InvalidParameterError) as caught:
         check(structural_tag=json.dumps({"format": node}))
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("definitions", "reason"),
+    [
+        ({"x": {"type": "ref", "name": "x"}}, "no text can satisfy it"),
+        ({"x": {"type": "or", "elements": []}}, "definitions['x'].elements must not be empty"),
+        ([TEXT], "definitions must be an object"),
+        ({"y": TEXT}, "format.name 'x' is not among the definitions"),
+    ],
+)
+def test_unsound_definitions_are_refused(definitions: Any, reason: str) -> None:
+    node = {"type": "ref", "name": "x"}
+    with pytest.raises(InvalidParameterError) as caught:
+        check(structural_tag=json.dumps({"format": node, "definitions": definitions}))
     assert reason in str(caught.value)
 
 

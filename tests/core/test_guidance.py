@@ -310,6 +310,19 @@ def test_structural_formats(backend: GuidanceBackend) -> None:
     assert not ends(one, b"<a>1</a>, <a>1</a>")
 
 
+def test_structural_formats_may_refer_to_themselves(backend: GuidanceBackend) -> None:
+    def text(value: str) -> dict[str, Any]:
+        return {"type": "const_string", "value": value}
+
+    inner = {"type": "ref", "name": "brackets"}
+    pair = {"type": "sequence", "elements": [text("("), inner, text(")"), inner]}
+    tree = {"brackets": {"type": "or", "elements": [text(""), pair]}}
+    spec = json.dumps({"format": inner, "definitions": tree})
+    for given, is_good in ((b"", True), (b"(()())()", True), (b"(()", False), (b")", False)):
+        grammar = grammar_of(backend, structural_tag=spec)
+        assert grammar.accept_tokens([*given, EOS_ID]) is is_good
+
+
 def test_structural_formats_of_special_tokens(backend: GuidanceBackend) -> None:
     """A text that is one token of the vocabulary is meant as that token."""
     string = {"type": "json_schema", "json_schema": {"type": "string"}}

@@ -16,9 +16,15 @@ from tellin.entrypoints.openai.parsers.events import ParsedMessage, join
 from tellin.entrypoints.openai.parsers.message import MessageParser
 from tellin.entrypoints.openai.parsers.registry import TOOL_PARSERS
 from tellin.entrypoints.openai.requests import ChatCompletionRequest
-from tellin.entrypoints.openai.schema_tools import may_have_property
+from tellin.entrypoints.openai.schema_tools import may_have_property, without_annotations
 from tellin.entrypoints.openai.tools import ToolPlan, plan_tools
-from tellin.grammar_validation import _byte_tokenizer, build_grammar, make_matcher, on_deep_stack
+from tellin.grammar_validation import (
+    _byte_tokenizer,
+    build_grammar,
+    make_matcher,
+    on_deep_stack,
+    validate_structured_outputs,
+)
 from tests.openai.conftest import Server
 from tests.openai.test_chat_api import MESSAGES, strict_chunks
 
@@ -201,6 +207,40 @@ def _random_text(matcher: Any, rng: random.Random) -> str:
         assert matcher.try_consume_tokens([choice]) == 1
         assert len(data) < 5000
     return bytes(data).decode()
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_many_tools_fit(parser: str) -> None:
+    """Descriptions cost nothing, and no part is written twice."""
+
+    def tool(index: int) -> dict[str, Any]:
+        schema = {"type": "string", "description": "what it means " * 20, "title": "A title"}
+        parameters = {
+            "type": "object",
+            "properties": {"description": schema, **{f"argument{i}": schema for i in range(9)}},
+            "required": ["argument0"],
+        }
+        return {"type": "function", "function": {"name": f"f{index}", "parameters": parameters}}
+
+    plan = make_plan(parser, tools=[tool(i) for i in range(32)])
+    assert plan.constraint is not None
+    validate_structured_outputs(plan.constraint)
+    assert accepts(plan, json.dumps({"text": "x"}))
+
+
+def test_annotations_are_left_out_but_names_and_values_are_not() -> None:
+    schema = {
+        "title": "T", "description": "d", "properties": {
+            "title": {"type": "string", "description": "d"}, "default": {"const": {"title": 1}},
+        },
+        "$defs": {"description": {"enum": [{"default": 2}], "default": 3}},
+        "anyOf": [{"description": "x"}, True],
+    }  # fmt: skip
+    assert without_annotations(schema) == {
+        "properties": {"title": {"type": "string"}, "default": {"const": {"title": 1}}},
+        "$defs": {"description": {"enum": [{"default": 2}]}},
+        "anyOf": [{}, True],
+    }
 
 
 # ---------------------------------------------------------------------- what cannot be had

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _DEFINITIONS = ("$defs", "definitions")
+_NAMED = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
+"""Keywords whose value has names as keys."""
+_VALUES = ("const", "enum")
+_ANNOTATIONS = ("description", "title", "examples", "default", "$comment")
 
 
 def call_schema(
@@ -49,6 +53,25 @@ def _rebase(schema: Any, prefix: str) -> Any:
         for start in (f"#/{key}/" for key in _DEFINITIONS):
             if target.startswith(start):
                 result["$ref"] = f"#/$defs/{prefix}{target.removeprefix(start)}"
+    return result
+
+
+def without_annotations(schema: Any) -> Any:
+    """A copy without descriptions, titles and the like, which allow and forbid nothing."""
+    if isinstance(schema, list):
+        return [without_annotations(item) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    result: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _ANNOTATIONS:
+            continue
+        if key in _VALUES:
+            result[key] = value
+        elif key in _NAMED and isinstance(value, Mapping):
+            result[key] = {name: without_annotations(part) for name, part in value.items()}
+        else:
+            result[key] = without_annotations(value)
     return result
 
 

@@ -144,7 +144,7 @@ def _either(
             "tool_choice to 'none', 'required' or a function",
             "response_format",
         ) from None
-    return StructuredOutputsParams(structural_tag=json.dumps({"format": either}))
+    return StructuredOutputsParams(structural_tag=json.dumps(either, separators=(",", ":")))
 
 
 def _allowed(tools: list[Tool], choice: Any) -> tuple[list[Tool], Any]:

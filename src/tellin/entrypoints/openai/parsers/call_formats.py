@@ -7,6 +7,7 @@ that an answer is never taken for one. Where that cannot be had, building the gr
 
 from __future__ import annotations
 
+import json
 import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,20 @@ from tellin.entrypoints.openai.parsers.json_calls import (
     MistralParser,
 )
 from tellin.entrypoints.openai.parsers.pythonic import PythonicParser
-from tellin.entrypoints.openai.schema_tools import call_schema, may_have_property
+from tellin.entrypoints.openai.schema_tools import (
+    call_schema,
+    may_have_property,
+    without_annotations,
+)
 
 Format = dict[str, Any]
+Definitions = dict[str, Format]
+"""Parts that are used more than once, by name; writers of formats fill it."""
 
 
 @dataclass(frozen=True)
 class CallableTool:
-    """A tool: its name and the schema of its arguments, always of an object."""
+    """A tool: its name and the schema of its arguments, always of an object, to be enforced."""
 
     name: str
     parameters: dict[str, Any]
@@ -45,8 +52,10 @@ class CallableTool:
     def property_schema(self, name: str) -> Any:
         """Schema of one argument, with the definitions that it may refer to."""
         schema = self.properties[name]
+        if not isinstance(schema, Mapping) or "$ref" not in json.dumps(schema):
+            return schema
         shared = {k: self.parameters[k] for k in ("$defs", "definitions") if k in self.parameters}
-        return {**shared, **schema} if isinstance(schema, Mapping) else schema
+        return {**shared, **schema}
 
 
 def answer_or_calls(
@@ -56,7 +65,7 @@ def answer_or_calls(
     *,
     is_single: bool,
 ) -> Format:
-    """A format for either JSON of this schema, or calls as ``parser`` reads them.
+    """A structural tag for either JSON of this schema, or calls as ``parser`` reads them.
 
     Args:
         is_single: at most one call.
@@ -70,7 +79,11 @@ def answer_or_calls(
             "may have one too cannot be told from it (its schema must not have 'name', and must "
             "say additionalProperties: false)"
         )
-    return one_of(_schema(answer_schema), _WRITERS[parser](tools, is_single))
+    bare = [CallableTool(tool.name, without_annotations(tool.parameters)) for tool in tools]
+    definitions: Definitions = {}
+    calls = _WRITERS[parser](bare, is_single, definitions)
+    answer = _schema(without_annotations(answer_schema))
+    return {"format": one_of(answer, calls), "definitions": definitions}
 
 
 def call_starts(parser: type[ToolParser], names: Sequence[str]) -> tuple[str, ...]:
@@ -124,40 +137,47 @@ def _optional(element: Format) -> Format:
     return one_of(_text(""), element)
 
 
+def _shared(definitions: Definitions, element: Format, name: str | None = None) -> Format:
+    """A reference to the part, which is kept under the name, or under a short one of its own."""
+    name = name or f"p{len(definitions)}"
+    definitions[name] = element
+    return {"type": "ref", "name": name}
+
+
 # ---------------------------------------------------------------------- formats of JSON
 
 
-def _hermes(tools: Sequence[CallableTool], is_single: bool) -> Format:
+def _hermes(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
     calls = one_of(*(_schema(call_schema(tool.name, tool.parameters)) for tool in tools))
     return _list([_tag("<tool_call>\n", calls, "\n</tool_call>")], "\n", is_single=is_single)
 
 
-def _llama3(tools: Sequence[CallableTool], is_single: bool) -> Format:
+def _llama3(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
     calls = [
         _tag("", _schema(call_schema(tool.name, tool.parameters, "parameters"))) for tool in tools
     ]
-    bare = _list(calls, "; ", is_single=is_single)
+    bare = _shared(definitions, _list(calls, "; ", is_single=is_single))
     return one_of(bare, _sequence(_text("<|python_tag|>"), bare))
 
 
-def _mistral(tools: Sequence[CallableTool], is_single: bool) -> Format:
+def _mistral(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
     """The older way, an array; and the newer one, the name before its arguments."""
-    calls = one_of(*(_schema(call_schema(tool.name, tool.parameters)) for tool in tools))
-    array = _sequence(_text("["), _list([_tag("", calls)], ", ", is_single=is_single), _text("]"))
-    named = [
-        _tag(f"[TOOL_CALLS]{tool.name}{marker}", _schema(tool.parameters))
-        for tool in tools
-        for marker in ("[ARGS]", "")
-    ]
-    return one_of(_sequence(_text("[TOOL_CALLS]"), array), _list(named, "", is_single=is_single))
+    calls, named = [], []
+    for tool in tools:
+        arguments = _shared(definitions, _schema(tool.parameters))
+        calls.append(_tag(f'{{"name": "{tool.name}", "arguments": ', arguments, "}"))
+        named += [_tag(f"[TOOL_CALLS]{tool.name}{end}", arguments) for end in ("[ARGS]", "")]
+    array = _sequence(_text("[TOOL_CALLS]["), _list(calls, ", ", is_single=is_single), _text("]"))
+    return one_of(array, _list(named, "", is_single=is_single))
 
 
 # ---------------------------------------------------------------------- Python
 
 
-def _pythonic(tools: Sequence[CallableTool], is_single: bool) -> Format:
-    calls = [_tag(f"{_python_name(tool)}(", _keywords(tool), ")") for tool in tools]
-    bare = _sequence(_text("["), _list(calls, ", ", is_single=is_single), _text("]"))
+def _pythonic(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
+    calls = [_tag(f"{_python_name(tool)}(", _keywords(tool, definitions), ")") for tool in tools]
+    array = _sequence(_text("["), _list(calls, ", ", is_single=is_single), _text("]"))
+    bare = _shared(definitions, array)
     return one_of(bare, _tag("<|python_start|>", bare, "<|python_end|>"))
 
 
@@ -167,8 +187,8 @@ def _python_name(tool: CallableTool) -> str:
     return tool.name
 
 
-def _keywords(tool: CallableTool) -> Format:
-    """The required arguments in their order, then any of the others in theirs; JSON values."""
+def _keywords(tool: CallableTool, definitions: Definitions) -> Format:
+    """Arguments by name; their values in JSON."""
     written = {}
     for name in tool.properties:
         if not name.isidentifier() or keyword.iskeyword(name):
@@ -176,53 +196,55 @@ def _keywords(tool: CallableTool) -> Format:
                 f"the argument {name!r} of {tool.name!r} cannot be written in Python's syntax"
             )
         written[name] = _tag(f"{name}=", _schema(tool.property_schema(name)))
-    return _arguments(tool, written, ", ")
+    return _arguments(tool, written, ", ", definitions)
 
 
-def _arguments(tool: CallableTool, written: Mapping[str, Format], separator: str) -> Format:
-    """All required arguments, then optional ones; each at most once."""
-    optional = [written[name] for name in written if name not in tool.required]
-    parts: list[Format] = []
-    for name in (name for name in written if name in tool.required):
-        parts += [_text(separator), written[name]] if parts else [written[name]]
-    if parts:
-        parts += [_optional(_sequence(_text(separator), item)) for item in optional]
-        return _sequence(*parts)
-    choices: list[Format] = [_text("")]
-    for position, item in enumerate(optional):
-        rest = (_optional(_sequence(_text(separator), later)) for later in optional[position + 1 :])
-        choices.append(_sequence(item, *rest))
-    return one_of(*choices)
+def _arguments(
+    tool: CallableTool, written: Mapping[str, Format], separator: str, definitions: Definitions
+) -> Format:
+    """All required arguments in their order, then any of the others in theirs, each once."""
+    required: list[Format] = []
+    for name in tool.required:
+        required += [_text(separator), written[name]] if required else [written[name]]
+    rest = _text("")
+    as_first = [_text("")]
+    for name in reversed([name for name in written if name not in tool.required]):
+        item = _shared(definitions, written[name])
+        as_first.append(_sequence(item, rest))
+        longer = one_of(_sequence(_text(separator), item, rest), rest)
+        rest = _shared(definitions, longer)
+    return _sequence(*required, rest) if required else one_of(*as_first)
 
 
 # ---------------------------------------------------------------------- Gemma
 
 _GEMMA_BARE = '[^\\s:,<>"{}\\[\\]]+'
 """What a key may be made of."""
-_GEMMA_DEPTH = 3
+_GEMMA_STYLES = (
+    ("<start_function_call>", "<end_function_call>", "<escape>"),
+    ("<|tool_call>", "<tool_call|>", '<|"|>'),
+)
 
 
-def _gemma(tools: Sequence[CallableTool], is_single: bool) -> Format:
-    styles = (
-        ("<start_function_call>", "<end_function_call>", "<escape>"),
-        ("<|tool_call>", "<tool_call|>", '<|"|>'),
-    )
-    return one_of(
-        *(
-            _list(
-                [
-                    _tag(f"{begin}call:{tool.name}{{", _gemma_arguments(tool, quote), f"}}{end}")
-                    for tool in tools
-                ],
-                "",
-                is_single=is_single,
+def _gemma(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
+    styles = []
+    for begin, end, quote in _GEMMA_STYLES:
+        values = _gemma_values(quote, definitions)
+        calls = [
+            _tag(
+                f"{begin}call:{tool.name}{{",
+                _gemma_arguments(tool, quote, values, definitions),
+                f"}}{end}",
             )
-            for begin, end, quote in styles
-        )
-    )
+            for tool in tools
+        ]
+        styles.append(_list(calls, "", is_single=is_single))
+    return one_of(*styles)
 
 
-def _gemma_arguments(tool: CallableTool, quote: str) -> Format:
+def _gemma_arguments(
+    tool: CallableTool, quote: str, values: Mapping[str, Format], definitions: Definitions
+) -> Format:
     written = {}
     for name, schema in tool.properties.items():
         if not name or any(char.isspace() or char in ':,<>"{}[]' for char in name):
@@ -230,43 +252,37 @@ def _gemma_arguments(tool: CallableTool, quote: str) -> Format:
                 f"the argument {name!r} of {tool.name!r} cannot be written in this model's format"
             )
         kind = schema.get("type") if isinstance(schema, Mapping) else None
-        written[name] = _tag(f"{name}:", _gemma_value(kind, schema, quote))
-    return _arguments(tool, written, ",")
+        value = values.get(kind if isinstance(kind, str) else "any", values["any"])
+        choices = schema.get("enum") if kind == "string" else None
+        if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
+            value = one_of(*(_text(f"{quote}{choice}{quote}") for choice in choices))
+        written[name] = _tag(f"{name}:", value)
+    return _arguments(tool, written, ",", definitions)
 
 
-def _gemma_value(kind: Any, schema: Any, quote: str) -> Format:
-    """A value of this type; what is inside lists and objects is free."""
-    if kind == "string":
-        choices = schema.get("enum")
-        if isinstance(choices, list) and all(isinstance(c, str) for c in choices) and choices:
-            return one_of(*(_text(f"{quote}{choice}{quote}") for choice in choices))
-        return _gemma_string(quote)
-    if kind in ("integer", "number", "boolean", "null"):
-        return _schema({"type": kind})
-    if kind in ("array", "object"):
-        return _gemma_nested(kind, quote, _GEMMA_DEPTH)
-    return _gemma_any(quote, _GEMMA_DEPTH)
+def _gemma_values(quote: str, definitions: Definitions) -> dict[str, Format]:
+    """Values by type; what is inside lists and objects is free."""
+
+    name = f"any{quote}"
+    anything: Format = {"type": "ref", "name": name}
+    pair = _tag("", _sequence(_regex(_GEMMA_BARE), _text(":"), anything))
+    values = {
+        kind: _shared(definitions, _schema({"type": kind}))
+        for kind in ("integer", "number", "boolean", "null")
+    }
+    values["string"] = _shared(definitions, _tag(quote, _optional(_regex("[^<]+")), quote))
+    values["array"] = _shared(definitions, _in_brackets("[", _list([_tag("", anything)], ","), "]"))
+    values["object"] = _shared(definitions, _in_brackets("{", _list([pair], ","), "}"))
+    kinds = ("string", "number", "boolean", "null", "array", "object")
+    values["any"] = _shared(definitions, one_of(*(values[kind] for kind in kinds)), name)
+    return values
 
 
-def _gemma_string(quote: str) -> Format:
-    return _tag(quote, _optional(_regex("[^<]+")), quote)
+def _in_brackets(opening: str, content: Format, closing: str) -> Format:
+    return _sequence(_text(opening), _optional(content), _text(closing))
 
 
-def _gemma_any(quote: str, depth: int) -> Format:
-    scalar = _schema({"type": ["number", "boolean", "null"]})
-    nested = [_gemma_nested(kind, quote, depth) for kind in ("array", "object")] if depth else []
-    return one_of(_gemma_string(quote), scalar, *nested)
-
-
-def _gemma_nested(kind: str, quote: str, depth: int) -> Format:
-    value = _gemma_any(quote, depth - 1)
-    if kind == "array":
-        return _sequence(_text("["), _optional(_list([_tag("", value)], ",")), _text("]"))
-    pair = _tag("", _sequence(_regex(_GEMMA_BARE), _text(":"), value))
-    return _sequence(_text("{"), _optional(_list([pair], ",")), _text("}"))
-
-
-_WRITERS: dict[type[ToolParser], Callable[[Sequence[CallableTool], bool], Format]] = {
+_WRITERS: dict[type[ToolParser], Callable[[Sequence[CallableTool], bool, Definitions], Format]] = {
     HermesParser: _hermes,
     Llama3JsonParser: _llama3,
     MistralParser: _mistral,
