@@ -17,6 +17,38 @@ constexpr int kMaxTile = 5;
 constexpr int kMaxTokens = 256;     // tokens that share an unpacked chunk: 16 KiB of accumulators
 constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
 
+// Codes that are fetched ahead of their use: a group's, then those at `after`, which are read next.
+class CodeStream {
+ public:
+  CodeStream() = default;
+  CodeStream(const uint8_t* group, size_t group_bytes, const uint8_t* after, size_t ahead)
+      : at_(group + ahead), end_(group + group_bytes), after_(after) {
+    if (ahead >= group_bytes) {
+      at_ = after + (ahead - group_bytes);
+      end_ = nullptr;
+    }
+  }
+
+  // Fetches the next kBytes, of which a group is a whole multiple.
+  template <int kBytes>
+  TELLIN_INLINE void fetch() {
+#pragma GCC unroll 10
+    for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(at_ + i, 0, 3);
+    at_ += kBytes;
+    if (at_ == end_) at_ = after_;
+  }
+
+ private:
+  const uint8_t* at_ = nullptr;
+  const uint8_t* end_ = nullptr;
+  const uint8_t* after_ = nullptr;
+};
+
+// What is read after the groups before g of a call that ends with group g1.
+TELLIN_INLINE const uint8_t* codes_after(const PackedMatrix& w, int64_t g, int64_t g1) {
+  return g < g1 || w.follow == nullptr ? w.data + g * w.group_bytes : w.follow + (g - g1) * w.group_bytes;
+}
+
 // In-place operations: the compiler would re-associate sums of intrinsics into trees and spill.
 TELLIN_INLINE void add_int16(__m256i& sum, __m256i v) {
   asm("vpaddw %1, %0, %0" : "+x"(sum) : "x"(v));

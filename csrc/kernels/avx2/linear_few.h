@@ -111,10 +111,10 @@ TELLIN_INLINE void add_packed_block(const uint8_t* block, const uint8_t* x, int6
   }
 }
 
-// Tokens [m0, m0 + kTokens) x group g.
+// Tokens [m0, m0 + kTokens) x group g. The group at `after` is read next.
 template <QuantType T, class Act, int kTokens>
 __attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRows& x, float* out, int64_t ldo,
-                                       int64_t m0, int64_t g) {
+                                       int64_t m0, int64_t g, const uint8_t* after) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kAhead = kPrefetchChunks * kChunkBlocks / kFormat.blocks() * kFormat.super_bytes();
   alignas(32) float scale[kFormat.blocks()][kRows], minimum[kFormat.blocks()][kRows];
@@ -123,12 +123,13 @@ __attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRow
   for (int t = 0; t < kTokens; ++t) acc[0][t] = acc[1][t] = _mm256_setzero_ps();
   const uint8_t* super_block = w.data + g * w.group_bytes;
   const uint8_t* const end = super_block + w.group_bytes;
+  CodeStream ahead(super_block, w.group_bytes, after, kAhead);
   const uint8_t* row = x.data + m0 * x.row_bytes;
   for (; super_block < end; super_block += kFormat.super_bytes()) {
-    for (int i = 0; i < kFormat.super_bytes(); i += 64) __builtin_prefetch(super_block + kAhead + i, 0, 3);
     expand_scales<T>(super_block, scale, minimum);
     const uint8_t* block = super_block + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b, block += kFormat.block_bytes(), row += sizeof(Act)) {
+      ahead.fetch<kFormat.super_bytes() / kFormat.blocks()>();
       add_packed_block<T, Act, kTokens>(block, row, x.row_bytes, scale[b], minimum[b], acc);
     }
   }
@@ -146,10 +147,11 @@ template <QuantType T, class Act>
 void linear_few(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int tokens, int64_t g0, int64_t g1,
                 float* out, int64_t ldo) {
   for (int64_t g = g0; g < g1; ++g) {
+    const uint8_t* const after = codes_after(w, g + 1, g1);
     switch (tokens) {
-#define TELLIN_TILE(n)                         \
-  case n:                                      \
-    run_few<T, Act, n>(w, x, out, ldo, m0, g); \
+#define TELLIN_TILE(n)                                \
+  case n:                                             \
+    run_few<T, Act, n>(w, x, out, ldo, m0, g, after); \
     break;
       TELLIN_TILE(1)
       TELLIN_TILE(2)

@@ -168,17 +168,13 @@ TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t
 // Runs a tile over the blocks of a chunk. acc: [kTokens][16], 32-byte aligned.
 template <QuantType T, class Act, int kTokens>
 __attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t (*codes)[8][kVectorBytes],
-                                        const uint8_t* prefetch, int num_blocks, const uint8_t* x,
+                                        CodeStream* ahead, int num_blocks, const uint8_t* x,
                                         int64_t row_bytes, float* acc) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kSums = kFormat.per16() ? 2 : 1;
   constexpr int kStep = kFormat.super_bytes() / kFormat.blocks();
   for (int b = 0; b < num_blocks; ++b) {
-    if (prefetch != nullptr) {
-#pragma GCC unroll 10
-      for (int i = 0; i < kStep; i += 64) __builtin_prefetch(prefetch + i, 0, 3);
-      prefetch += kStep;
-    }
+    if (ahead != nullptr) ahead->fetch<kStep>();
     add_block<T, Act, kTokens>(codes[b], x, row_bytes, chunk.scale + b * kSums, chunk.minimum + b * kSums,
                                chunk.code_pair + b * kSums, acc);
     x += sizeof(Act);
@@ -235,9 +231,9 @@ void unpack_chunk(const uint8_t* w, int num_supers, Chunk* chunk) {
   }
 }
 
-// Tokens [m0, m0 + tokens) x group g, tokens <= kMaxTokens.
+// Tokens [m0, m0 + tokens) x group g, tokens <= kMaxTokens. The group at `after` is read next.
 template <QuantType T, class Act>
-void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g) {
+void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g, const uint8_t* after) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kChunkSupers = kChunkBlocks / kFormat.blocks();
   alignas(64) float acc[kMaxTokens * kRows];
@@ -245,20 +241,20 @@ void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g) {
   const int64_t num_supers = static_cast<int64_t>(p.w.group_bytes / kFormat.super_bytes());
   const int num_tiles = (tokens + kMaxTile - 1) / kMaxTile;
   const uint8_t* w = p.w.data + g * p.w.group_bytes;
+  CodeStream ahead(w, p.w.group_bytes, after, kPrefetchChunks * kChunkSupers * kFormat.super_bytes());
   const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
   __builtin_memset(acc, 0, sizeof(float) * kRows * static_cast<size_t>(tokens));
   for (int64_t s0 = 0; s0 < num_supers; s0 += kChunkSupers) {
     const int supers = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
     unpack_chunk<T>(w, supers, &chunk);
-    const uint8_t* const ahead = w + kPrefetchChunks * kChunkSupers * kFormat.super_bytes();
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
       const uint8_t* const rows = x + t0 * p.x.row_bytes;
       switch (t1 - t0) {
-#define TELLIN_TILE(n)                                                                                 \
-  case n:                                                                                              \
-    run_tile<T, Act, n>(chunk, chunk.codes, i == 0 ? ahead : nullptr, supers * kFormat.blocks(), rows, \
-                        p.x.row_bytes, acc + t0 * kRows);                                              \
+#define TELLIN_TILE(n)                                                                                  \
+  case n:                                                                                               \
+    run_tile<T, Act, n>(chunk, chunk.codes, i == 0 ? &ahead : nullptr, supers * kFormat.blocks(), rows, \
+                        p.x.row_bytes, acc + t0 * kRows);                                               \
     break;
         TELLIN_TILE(1)
         TELLIN_TILE(2)
@@ -297,12 +293,12 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
       if (tokens >= kWordTokens) {
         for (int64_t g = g0; g < g1; g += word_groups(T)) {
           const auto groups = static_cast<int>(g1 - g < word_groups(T) ? g1 - g : word_groups(T));
-          run_word_groups<T, Act>(problem, begin, tokens, g, groups);
+          run_word_groups<T, Act>(problem, begin, tokens, g, groups, g1);
         }
         continue;
       }
     }
-    for (int64_t g = g0; g < g1; ++g) run_group<T, Act>(problem, begin, tokens, g);
+    for (int64_t g = g0; g < g1; ++g) run_group<T, Act>(problem, begin, tokens, g, codes_after(w, g + 1, g1));
   }
 }
 

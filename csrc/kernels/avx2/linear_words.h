@@ -115,11 +115,12 @@ TELLIN_INLINE void add_word_quads(const int16_t (*codes)[2][2][kRows], const Wor
 // Runs a tile over the blocks of a chunk of `num_groups` groups. acc: [num_groups][kTokens][16], groups
 // `acc_stride` apart, 32-byte aligned.
 template <QuantType T, class Act, int kTokens>
-__attribute__((noinline)) void run_word_tile(const WordChunk<T>* chunk, int num_groups, int num_blocks,
-                                             const uint8_t* x, int64_t row_bytes, float* acc,
+__attribute__((noinline)) void run_word_tile(const WordChunk<T>* chunk, CodeStream* ahead, int num_groups,
+                                             int num_blocks, const uint8_t* x, int64_t row_bytes, float* acc,
                                              int64_t acc_stride) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kSums = kFormat.per16() ? 2 : 1;
+  constexpr int kStep = kFormat.super_bytes() / kFormat.blocks();
   WordRow<T> rows[kTokens];
   for (int t = 0; t < kTokens; ++t) {
     const auto* blocks = reinterpret_cast<const Act*>(x + t * row_bytes);
@@ -136,6 +137,7 @@ __attribute__((noinline)) void run_word_tile(const WordChunk<T>* chunk, int num_
     const auto* blocks = reinterpret_cast<const Act*>(x);
 #pragma GCC unroll 1
     for (int b = 0; b < num_blocks; ++b) {
+      if (ahead != nullptr) ahead[g].fetch<kStep>();
       __m256i sum[2][kTokens];
       __m256 product[2][kTokens];
       const float (*scale)[kRows] = chunk->scale + b * kSums;
@@ -151,13 +153,12 @@ __attribute__((noinline)) void run_word_tile(const WordChunk<T>* chunk, int num_
   }
 }
 
-// Unpacks `num_supers` super-blocks, and fetches those that come `ahead` bytes later.
+// Unpacks `num_supers` super-blocks.
 template <QuantType T>
-TELLIN_INLINE void unpack_word_chunk(const uint8_t* w, int num_supers, int64_t ahead, WordChunk<T>* chunk) {
+TELLIN_INLINE void unpack_word_chunk(const uint8_t* w, int num_supers, WordChunk<T>* chunk) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kSums = kFormat.per16() ? 2 : 1;
   for (int s = 0; s < num_supers; ++s, w += kFormat.super_bytes()) {
-    for (int i = 0; i < kFormat.super_bytes(); i += 64) __builtin_prefetch(w + ahead + i, 0, 3);
     const int first = s * kFormat.blocks();
     expand_scales<T>(w, chunk->scale + first * kSums, chunk->minimum + first * kSums);
     for (int b = 0; b < kFormat.blocks(); ++b) {
@@ -166,33 +167,39 @@ TELLIN_INLINE void unpack_word_chunk(const uint8_t* w, int num_supers, int64_t a
   }
 }
 
-// Tokens [m0, m0 + tokens) x groups [g0, g0 + num_groups), tokens <= kMaxTokens.
+// Tokens [m0, m0 + tokens) x groups [g0, g0 + num_groups), tokens <= kMaxTokens, in a call that
+// ends with group g1.
 template <QuantType T, class Act>
-void run_word_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, int num_groups) {
+void run_word_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, int num_groups, int64_t g1) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kChunkSupers = word_blocks(T) / kFormat.blocks();
-  constexpr int kAhead = kPrefetchChunks * kChunkBlocks / kFormat.blocks() * kFormat.super_bytes();
+  constexpr int kAhead = kPrefetchChunks * kChunkSupers * kFormat.super_bytes();
   alignas(64) float acc[word_groups(T) * kMaxTokens * kRows];
   WordChunk<T> chunk[word_groups(T)];
+  CodeStream ahead[word_groups(T)];
   const int64_t acc_stride = tokens * kRows;
   const int64_t num_supers = static_cast<int64_t>(p.w.group_bytes / kFormat.super_bytes());
   const int num_tiles = (tokens + kMaxTile - 1) / kMaxTile;
   const uint8_t* w = p.w.data + g0 * p.w.group_bytes;
   const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
+  for (int g = 0; g < num_groups; ++g) {
+    const uint8_t* const after = codes_after(p.w, g0 + num_groups + g, g1);
+    ahead[g] = CodeStream(w + g * p.w.group_bytes, p.w.group_bytes, after, kAhead);
+  }
   __builtin_memset(acc, 0, sizeof(float) * static_cast<size_t>(num_groups * acc_stride));
   for (int64_t s0 = 0; s0 < num_supers; s0 += kChunkSupers) {
     const int supers = static_cast<int>(num_supers - s0 < kChunkSupers ? num_supers - s0 : kChunkSupers);
     const int num_blocks = supers * kFormat.blocks();
-    for (int g = 0; g < num_groups; ++g)
-      unpack_word_chunk<T>(w + g * p.w.group_bytes, supers, kAhead, chunk + g);
+    for (int g = 0; g < num_groups; ++g) unpack_word_chunk<T>(w + g * p.w.group_bytes, supers, chunk + g);
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
       const uint8_t* const rows = x + t0 * p.x.row_bytes;
       float* const out = acc + t0 * kRows;
       switch (t1 - t0) {
-#define TELLIN_TILE(n)                                                                             \
-  case n:                                                                                          \
-    run_word_tile<T, Act, n>(chunk, num_groups, num_blocks, rows, p.x.row_bytes, out, acc_stride); \
+#define TELLIN_TILE(n)                                                                                     \
+  case n:                                                                                                  \
+    run_word_tile<T, Act, n>(chunk, i == 0 ? ahead : nullptr, num_groups, num_blocks, rows, p.x.row_bytes, \
+                             out, acc_stride);                                                             \
     break;
         TELLIN_TILE(1)
         TELLIN_TILE(2)
