@@ -206,7 +206,8 @@ class RowRun {
   }
 
   LogitsRow row(float inv_t) const {
-    return {&kernels_, x_, n_, scratch_.maxima.data(), max_of_maxima(scratch_.maxima.data(), n_), inv_t};
+    return {&kernels_, x_, n_, scratch_.maxima.data(), max_of_maxima(kernels_, scratch_.maxima.data(), n_),
+            inv_t};
   }
 
   void finish() {
@@ -272,7 +273,7 @@ class RowRun {
     }
     scratch_.raw_maxima.resize(scratch_.maxima.size());
     kernels_.block_max(scratch_.raw.data(), n_, scratch_.raw_maxima.data());
-    const float max = max_of_maxima(scratch_.raw_maxima.data(), n_);
+    const float max = max_of_maxima(kernels_, scratch_.raw_maxima.data(), n_);
     return {&kernels_, scratch_.raw.data(), n_, scratch_.raw_maxima.data(), max, 1.0f};
   }
 
@@ -357,7 +358,7 @@ void Sampler::prompt_logprobs(const float* logits, int64_t stride, int64_t num_r
       status[i] = kRowNotFinite;
       return;
     }
-    const float max = max_of_maxima(scratch.maxima.data(), num_ids_);
+    const float max = max_of_maxima(*kernels_, scratch.maxima.data(), num_ids_);
     if (max == kNegInf) {
       status[i] = kRowNothingLeft;
       return;

@@ -1,9 +1,11 @@
 #include "sampler_select.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <limits>
 
 namespace tellin {
@@ -12,7 +14,10 @@ namespace {
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 constexpr float kHeadNats = 8.0f;         // blocks with a maximum this close to the row's are the head
 constexpr int64_t kMinCandidates = 1024;  // entries that are always listed; more are counted in bins first
-constexpr int64_t kBins = 2049;  // 1/64 nat each, 32 nats: all weights that are not zero, and the rest
+constexpr int64_t kListed = 512;          // entries listed at a time
+constexpr size_t kSorted = 256;           // candidates up to which ordering them is cheaper than bins
+constexpr int32_t kLastBin = 2048;        // bins of 1/64 nat each; the last: 32 nats and more, no weight
+constexpr int64_t kBins = kLastBin + 1;
 constexpr float kBinsPerNat = 64.0f;
 
 // What the filters leave: entries > lowest, and entries equal to it up to an id.
@@ -20,7 +25,9 @@ struct Cut {
   float lowest;
   int32_t last_id;
 
-  bool keeps(float value, int64_t id) const { return value > lowest || (value == lowest && id <= last_id); }
+  bool keeps(float value, int64_t id) const {
+    return (value > lowest) | ((value == lowest) & (id <= last_id));
+  }
 };
 
 constexpr int32_t kAnyId = std::numeric_limits<int32_t>::max();
@@ -48,6 +55,11 @@ float from_ordered(int32_t order) {
   float x;
   std::memcpy(&x, &bits, sizeof x);
   return x;
+}
+
+int32_t bin_of(const LogitsRow& row, float x) {
+  const float bin = (row.max - x) * row.inv_t * kBinsPerNat;
+  return static_cast<int32_t>(bin < kLastBin ? bin : kLastBin);
 }
 
 uint64_t mass_of(const std::vector<Candidate>& candidates) {
@@ -93,6 +105,43 @@ uint64_t keep_nucleus(std::vector<Candidate>& candidates, uint64_t wanted) {
   return before;
 }
 
+// Keeps the candidates for which keep() is true, in order; without branches, which would be mispredicted.
+template <class F>
+void keep_if(std::vector<Candidate>& candidates, F&& keep) {
+  size_t count = 0;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    const Candidate c = candidates[i];
+    candidates[count] = c;
+    count += static_cast<size_t>(keep(c));
+  }
+  candidates.resize(count);
+}
+
+// keep_nucleus for many candidates of a row, in id order before and after: they are weighed in bins of 1/64
+// nat below the maximum, and only the bin in which the limit falls is put in order.
+uint64_t keep_nucleus(const LogitsRow& row, std::vector<Candidate>& candidates, uint64_t wanted) {
+  if (candidates.size() <= kSorted) return keep_nucleus(candidates, wanted);
+  std::array<uint64_t, kBins> mass{};
+  for (const Candidate& c : candidates) mass[static_cast<size_t>(bin_of(row, c.value))] += c.weight;
+  uint64_t before = 0;
+  int32_t limit = 0;
+  while (limit < kLastBin && before + mass[static_cast<size_t>(limit)] < wanted) {
+    before += mass[static_cast<size_t>(limit++)];
+  }
+  std::vector<Candidate> last;
+  keep_if(candidates, [&](const Candidate& c) {
+    const int32_t bin = bin_of(row, c.value);
+    if (bin == limit) last.push_back(c);
+    return bin <= limit;
+  });
+  if (last.empty()) return before;
+  before += keep_nucleus(last, wanted - before);
+  const Candidate worst = worst_of(last);
+  const Cut cut = {worst.value, worst.id};
+  keep_if(candidates, [&](const Candidate& c) { return cut.keeps(c.value, c.id); });
+  return before;
+}
+
 // Adds the weights of all candidates.
 void weigh(const LogitsRow& row, std::vector<Candidate>& candidates) {
   float x[kSampleBlock];
@@ -108,42 +157,51 @@ void weigh(const LogitsRow& row, std::vector<Candidate>& candidates) {
 // Lists the entries in [lowest, highest] in id order, without weights, until there are more than `most`.
 void list_entries(const LogitsRow& row, float lowest, float highest, size_t most,
                   std::vector<Candidate>& out) {
+  Candidate listed[kListed];
   out.clear();
-  alignas(8) uint8_t hit[kSampleBlock];
-  for (int64_t begin = 0; begin < row.n && out.size() <= most; begin += kSampleBlock) {
-    if (row.maxima[begin / kSampleBlock] < lowest) continue;
-    const float* x = row.x + begin;
-    const int64_t count = std::min(kSampleBlock, row.n - begin);
-    std::memset(hit, 0, sizeof hit);
-    for (int64_t i = 0; i < count; ++i) hit[i] = static_cast<uint8_t>((x[i] >= lowest) & (x[i] <= highest));
-    for (int64_t i = 0; i < kSampleBlock; i += 8) {  // hits are rare: skip eight entries at a time
-      uint64_t bits;
-      std::memcpy(&bits, hit + i, sizeof bits);
-      for (; bits != 0; bits &= bits - 1) {
-        const int64_t j = i + __builtin_ctzll(bits) / 8;
-        out.push_back({x[j], static_cast<int32_t>(begin + j), 0});
-      }
-    }
+  for (int64_t block = 0; block < num_sample_blocks(row.n) && out.size() <= most;) {
+    const int64_t count =
+        row.kernels->list_entries(row.x, row.n, row.maxima, lowest, highest, &block, listed, kListed);
+    out.insert(out.end(), listed, listed + count);
   }
 }
 
 // Lists and weighs the entries >= lowest. Returns false, with an incomplete list, if they are too many.
 bool list_best(const LogitsRow& row, float lowest, std::vector<Candidate>& out) {
   // Beyond a part of the row it is cheaper to count entries in bins than to list and order them.
-  const size_t most = static_cast<size_t>(std::max(row.n / 32, kMinCandidates));
+  const size_t most = static_cast<size_t>(std::max(row.n / 4, kMinCandidates));
   list_entries(row, lowest, row.max, most, out);
   if (out.size() > most) return false;
   weigh(row, out);
   return true;
 }
 
+float kth_largest(std::vector<float>& values, int64_t k) {
+  std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
+  return values[static_cast<size_t>(k - 1)];
+}
+
 // A value that the k-th best entry reaches: the k-th largest block maximum.
 float top_k_bound(const LogitsRow& row, int64_t k, std::vector<float>& buffer) {
-  const int64_t blocks = num_sample_blocks(row.n);
+  const int64_t blocks = num_sample_blocks(row.n), upper_blocks = num_sample_blocks(blocks);
   if (k > blocks) return kNegInf;
-  buffer.assign(row.maxima, row.maxima + blocks);
-  std::nth_element(buffer.begin(), buffer.begin() + (k - 1), buffer.end(), std::greater<float>());
-  return buffer[static_cast<size_t>(k - 1)];
+  if (k > upper_blocks) {
+    buffer.assign(row.maxima, row.maxima + blocks);
+    return kth_largest(buffer, k);
+  }
+  // Of many maxima only those above such a bound of their own blocks are put in order.
+  buffer.resize(static_cast<size_t>(upper_blocks));
+  row.kernels->block_max(row.maxima, blocks, buffer.data());
+  std::vector<float> upper = buffer;
+  const float bound = kth_largest(upper, k);
+  std::vector<float> large;
+  for (int64_t i = 0; i < upper_blocks; ++i) {
+    if (buffer[static_cast<size_t>(i)] < bound) continue;
+    const int64_t end = std::min(blocks, (i + 1) * kSampleBlock);
+    std::copy_if(row.maxima + i * kSampleBlock, row.maxima + end, std::back_inserter(large),
+                 [bound](float x) { return x >= bound; });
+  }
+  return kth_largest(large, k);
 }
 
 // top-k and top-p over more entries than are worth listing: entries are counted and weighed in bins of 1/64
@@ -204,10 +262,7 @@ class BinnedSelection {
     int64_t count = 0;
   };
 
-  int32_t bin_of(float x) const {
-    const float bin = (row_.max - x) * row_.inv_t * kBinsPerNat;
-    return static_cast<int32_t>(bin < kLastBin ? bin : kLastBin);
-  }
+  int32_t bin_of(float x) const { return tellin::bin_of(row_, x); }
 
   void set_cut(const std::vector<Candidate>& kept) {
     const Candidate worst = worst_of(kept);
@@ -232,7 +287,6 @@ class BinnedSelection {
     return entries;
   }
 
-  static constexpr int32_t kLastBin = 2048;  // 32 nats and more: no weight
   static constexpr int32_t kNoBin = kLastBin + 1;
 
   const LogitsRow& row_;
@@ -283,8 +337,10 @@ Draw draw_in_cut(const LogitsRow& row, const Cut& cut, uint64_t random, std::vec
 }
 
 Draw draw_in_candidates(std::vector<Candidate>& candidates, uint64_t random) {
-  std::sort(candidates.begin(), candidates.end(),
-            [](const Candidate& a, const Candidate& b) { return a.id < b.id; });
+  const auto before = [](const Candidate& a, const Candidate& b) { return a.id < b.id; };
+  if (!std::is_sorted(candidates.begin(), candidates.end(), before)) {
+    std::sort(candidates.begin(), candidates.end(), before);
+  }
   const uint64_t total = mass_of(candidates);
   uint64_t r = scale_random(random, total);
   size_t chosen = 0;
@@ -292,50 +348,52 @@ Draw draw_in_candidates(std::vector<Candidate>& candidates, uint64_t random) {
   return {candidates[chosen].id, total};
 }
 
-// Mass of the head's blocks, and a bound on that of all others.
+// Mass of the head's blocks, and a bound on that of all others (the tail), or that itself if it is asked for.
 class HeadMass {
  public:
   HeadMass(const LogitsRow& row, SamplerScratch& scratch)
-      : row_(row), masses_(scratch.masses), least_max_(row.max - kHeadNats / row.inv_t) {
+      : row_(row), scratch_(scratch), least_max_(row.max - kHeadNats / row.inv_t) {
     const int64_t blocks = num_sample_blocks(row.n);
-    head_ = mass(least_max_);
-    float tail[kSampleBlock];
+    head_ = row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, kNegInf, least_max_,
+                                    scratch.masses.data());
+    scratch.tail_maxima.resize(static_cast<size_t>(blocks));
+    float* const tail = scratch.tail_maxima.data();
+    for (int64_t b = 0; b < blocks; ++b) tail[b] = row.maxima[b] < least_max_ ? row.maxima[b] : kNegInf;
     uint64_t w[kSampleBlock];
     for (int64_t begin = 0; begin < blocks; begin += kSampleBlock) {
       const int64_t count = std::min(kSampleBlock, blocks - begin);
-      for (int64_t i = 0; i < count; ++i) {
-        const float m = row.maxima[begin + i];
-        tail[i] = m < least_max_ ? m : kNegInf;
-      }
-      row.kernels->weights(tail, count, row.max, row.inv_t, w);
+      row.kernels->weights(tail + begin, count, row.max, row.inv_t, w);
       for (int64_t i = 0; i < count; ++i) tail_bound_ += w[i] * static_cast<uint64_t>(kSampleBlock);
     }
   }
 
   uint64_t head() const { return head_; }
   uint64_t bound() const { return head_ + tail_bound_; }
-  // The masses of the blocks are the head's until this is called, and the row's afterwards.
-  uint64_t exact() { return mass(kNegInf); }
+  uint64_t exact() { return head_ + tail(); }
 
   Draw draw(const RowRandom& random) {
-    if (scale_random(random.first, bound()) < head_) return {find(scale_random(random.second, head_)), 0};
-    const uint64_t total = exact();
-    const bool in_head = scale_random(random.first, total) < head_;
-    for (int64_t b = 0; b < num_sample_blocks(row_.n); ++b) {
-      if ((row_.maxima[b] < least_max_) == in_head) masses_[static_cast<size_t>(b)] = 0;
+    if (scale_random(random.first, bound()) < head_) {
+      return {find(scratch_.masses, scale_random(random.second, head_)), 0};
     }
-    return {find(scale_random(random.second, in_head ? head_ : total - head_)), total};
+    const uint64_t total = exact();
+    if (scale_random(random.first, total) < head_) {
+      return {find(scratch_.masses, scale_random(random.second, head_)), total};
+    }
+    return {find(scratch_.tail_masses, scale_random(random.second, total - head_)), total};
   }
 
  private:
-  uint64_t mass(float least_max) {
-    return row_.kernels->block_mass(row_.x, row_.n, row_.maxima, row_.max, row_.inv_t, kNegInf, least_max,
-                                    masses_.data());
+  uint64_t tail() {
+    scratch_.tail_masses.resize(scratch_.tail_maxima.size());
+    return row_.kernels->block_mass(row_.x, row_.n, scratch_.tail_maxima.data(), row_.max, row_.inv_t,
+                                    kNegInf, kNegInf, scratch_.tail_masses.data());
   }
-  int32_t find(uint64_t r) const { return find_in_blocks(row_, masses_.data(), {kNegInf, kAnyId}, r); }
+  int32_t find(const std::vector<uint64_t>& masses, uint64_t r) const {
+    return find_in_blocks(row_, masses.data(), {kNegInf, kAnyId}, r);
+  }
 
   const LogitsRow& row_;
-  std::vector<uint64_t>& masses_;
+  SamplerScratch& scratch_;
   const float least_max_;
   uint64_t head_ = 0;
   uint64_t tail_bound_ = 0;
@@ -350,8 +408,8 @@ bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
   for (float nats = 4.0f; nats < 2.0f * kWeightCutoff;) {
     if (!list_best(row, row.max - nats / row.inv_t, candidates)) return false;
     if (mass_of(candidates) < least) {
-      nats *= 2.0f;
-    } else if (keep_nucleus(candidates, least) >= most) {
+      nats += 1.5f;
+    } else if (keep_nucleus(row, candidates, least) >= most) {
       return true;
     } else {
       least = most = nucleus_mass(top_p, mass.exact());
@@ -362,8 +420,17 @@ bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
 
 }  // namespace
 
-float max_of_maxima(const float* maxima, int64_t n) {
-  return *std::max_element(maxima, maxima + num_sample_blocks(n));
+float max_of_maxima(const SamplingKernels& kernels, const float* maxima, int64_t n) {
+  // Blocks of blocks, as long as there are many.
+  float upper[kSampleBlock];
+  const int64_t blocks = num_sample_blocks(n);
+  float max = kNegInf;
+  for (int64_t begin = 0; begin < blocks; begin += kSampleBlock * kSampleBlock) {
+    const int64_t count = std::min(kSampleBlock * kSampleBlock, blocks - begin);
+    kernels.block_max(maxima + begin, count, upper);
+    max = std::max(max, *std::max_element(upper, upper + num_sample_blocks(count)));
+  }
+  return max;
 }
 
 int32_t argmax(const LogitsRow& row) {
@@ -404,10 +471,10 @@ Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float mi
       lowest = std::max(lowest, top_k_bound(row, top_k, scratch.sorted_maxima));
       listed = lowest > kNegInf && list_best(row, lowest, candidates);
       if (listed) keep_best(candidates, static_cast<size_t>(top_k));
-      if (listed && has_top_p) keep_nucleus(candidates, nucleus_mass(top_p, mass_of(candidates)));
+      if (listed && has_top_p) keep_nucleus(row, candidates, nucleus_mass(top_p, mass_of(candidates)));
     } else if (has_min_p) {
       listed = list_best(row, lowest, candidates);
-      if (listed) keep_nucleus(candidates, nucleus_mass(top_p, mass_of(candidates)));
+      if (listed) keep_nucleus(row, candidates, nucleus_mass(top_p, mass_of(candidates)));
     } else {
       listed = list_nucleus(row, top_p, scratch);
     }

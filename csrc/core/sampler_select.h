@@ -25,7 +25,7 @@ inline bool better(const Candidate& a, const Candidate& b) {
 }
 
 // Largest entry of the maxima.
-float max_of_maxima(const float* maxima, int64_t n);
+float max_of_maxima(const SamplingKernels& kernels, const float* maxima, int64_t n);
 
 // Lowest id among the largest entries.
 int32_t argmax(const LogitsRow& row);

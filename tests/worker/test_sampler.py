@@ -241,6 +241,7 @@ def test_threads_do_not_change_rows(num_threads: int) -> None:
         SamplingParams(top_p=0.3, temperature=2.0),
         SamplingParams(top_p=0.9999),
         SamplingParams(top_k=20_000),
+        SamplingParams(top_k=5),
         SamplingParams(top_k=600, top_p=0.7),
         SamplingParams(min_p=0.02),
         SamplingParams(),
@@ -248,7 +249,7 @@ def test_threads_do_not_change_rows(num_threads: int) -> None:
     ids=lambda p: f"k{p.top_k}-p{p.top_p}-m{p.min_p}-t{p.temperature}",
 )
 def test_large_vocabulary(params: SamplingParams, scale: float) -> None:
-    """Histogram, block-maxima and gathering paths on 30,011 ids; scale 0 makes all entries tie."""
+    """Bins, block-maxima and gathering paths on 30,011 ids; scale 0 makes all entries tie."""
     rng = np.random.default_rng(int(scale * 100))
     logits = (rng.normal(size=30_011) * scale).astype(F)
     if scale == 4.0:

@@ -89,17 +89,10 @@ struct SampleBatch {
   int32_t* ranks;  // [num_rows] out: entries at least as large as the sampled one's
 };
 
-// Entry of a row with its weight; ordered by `better`.
-struct Candidate {
-  float value;
-  int32_t id;
-  uint64_t weight;
-};
-
 // Buffers of one thread.
 struct SamplerScratch {
-  std::vector<float> maxima, sorted_maxima, raw, raw_maxima;
-  std::vector<uint64_t> masses;
+  std::vector<float> maxima, sorted_maxima, tail_maxima, raw, raw_maxima;
+  std::vector<uint64_t> masses, tail_masses;
   std::vector<Candidate> candidates;
   std::vector<uint32_t> counts;
 };

@@ -16,6 +16,13 @@ constexpr int64_t kSampleBlock = 64;    // entries per block: 4 vectors of 512 b
 constexpr int kWeightBits = 44;         // weight of the maximum; 2^19 ids sum to less than 2^63
 constexpr float kWeightCutoff = 31.2f;  // exp(-31.2) * 2^44 < 0.5: entries further down weigh nothing
 
+// Entry of a row with its weight.
+struct Candidate {
+  float value;
+  int32_t id;
+  uint64_t weight;
+};
+
 struct SamplingKernels {
   const char* isa;
 
@@ -28,6 +35,11 @@ struct SamplingKernels {
                          float least_max, uint64_t* masses);
   // weights[i] for n <= kSampleBlock entries.
   void (*weights)(const float* x, int64_t n, float max, float inv_t, uint64_t* weights);
+  // Lists the entries in [lowest, highest] from block *block on in id order, without weights, as long as the
+  // next block fits into `capacity` (at least kSampleBlock). Returns their number; *block is where it
+  // stopped.
+  int64_t (*list_entries)(const float* x, int64_t n, const float* maxima, float lowest, float highest,
+                          int64_t* block, Candidate* out, int64_t capacity);
   // Number of entries >= value.
   int64_t (*count_at_least)(const float* x, int64_t n, const float* maxima, float value);
   // x[i] = -infinity where bit i of the mask is 0 (least significant bit first, ceil(n / 32) words).
