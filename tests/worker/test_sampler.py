@@ -233,7 +233,7 @@ def test_threads_do_not_change_rows(num_threads: int) -> None:
     assert again.logprobs.tobytes() == prompt.logprobs.tobytes()
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 4.0])
+@pytest.mark.parametrize("scale", [0.0, 0.05, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize(
     "params",
     [
