@@ -159,7 +159,8 @@ class _SamplingMeta(HintingMeta):
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
             if "best_of" in kwargs:
-                _check_best_of(kwargs.pop("best_of"), kwargs.get("n", 1))
+                n = args[0] if args else kwargs.get("n", 1)
+                _check_best_of(kwargs.pop("best_of"), n)
             return super().__call__(*args, **kwargs)
 
 

@@ -130,6 +130,7 @@ def test_p11_unknown_parameters_are_refused_by_name() -> None:
 def test_best_of_says_no_more_than_n() -> None:
     assert SamplingParams(best_of=1) == SamplingParams()  # type: ignore[call-arg]
     assert SamplingParams(n=3, best_of=3).n == 3  # type: ignore[call-arg]
+    assert SamplingParams(3, best_of=3).n == 3  # type: ignore[call-arg]
     assert SamplingParams(best_of=None) == SamplingParams()  # type: ignore[call-arg]
     assert SamplingParams.from_optional(best_of=1, n=None) == SamplingParams()
     with pytest.raises(InvalidParameterError, match=r"best_of must equal n \(1\), got 2") as caught:

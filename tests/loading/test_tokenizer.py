@@ -13,6 +13,7 @@ import pytest
 
 from tellin.exceptions import (
     InvalidParameterError,
+    InvalidTypeError,
     ModelLoadError,
     ModelNotFoundError,
     UnsupportedModelError,
@@ -138,6 +139,20 @@ def test_calls_pad_and_cut(tmp_path: Path) -> None:
     assert bare["input_ids"] == long[1:2]
 
 
+def test_calls_cut_where_the_transformers_library_does(tmp_path: Path) -> None:
+    """A length alone cuts, unless there is padding; every name of a strategy counts."""
+    made = tokenizer(tmp_path, byte_level(specials=("<pad>",), padding_token_id=0))
+    ids = made.encode("abcd")
+    for truncation in (None, True, "longest_first", "only_first"):
+        assert made("abcd", truncation=truncation, max_length=2)["input_ids"] == ids[:2]
+    for truncation in (False, "do_not_truncate"):
+        assert made("abcd", truncation=truncation, max_length=2)["input_ids"] == ids
+    for padding in (True, "longest", "max_length"):
+        assert made("abcd", padding=padding, max_length=2)["input_ids"] == ids
+    assert made("abcd", padding="do_not_pad", max_length=2)["input_ids"] == ids[:2]
+    assert made([], return_tensors="np").input_ids.shape == (0, 0)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -145,6 +160,9 @@ def test_calls_pad_and_cut(tmp_path: Path) -> None:
         ({"padding": "left"}, "must be True, False"),
         ({"truncation": True}, "max_length is needed"),
         ({"truncation": True, "max_length": 1}, "must be at least 2"),
+        ({"truncation": "only_second", "max_length": 3}, "truncation must be True, False"),
+        ({"padding": "max_length", "max_length": -1}, "must be at least 0"),
+        ({"truncation": True, "max_length": "3"}, "must be an integer"),
         ({"return_tensors": "pt"}, "must be None or 'np'"),
         ({"return_tensors": "np"}, "needs texts of one length"),
     ],
@@ -153,6 +171,12 @@ def test_calls_refuse_what_cannot_be(tmp_path: Path, options: dict[str, Any], me
     keys = byte_level(add_bos_token=True, add_eos_token=True)
     with pytest.raises(InvalidParameterError, match=message):
         tokenizer(tmp_path, keys)(["abcd", "c"], **options)
+
+
+@pytest.mark.parametrize("text", [None, 5, b"a", {"a": 1}])
+def test_calls_refuse_what_is_no_text(smollm2: Tokenizer, text: Any) -> None:
+    with pytest.raises(InvalidTypeError, match="must be a string or a list of strings"):
+        smollm2(text)
 
 
 def test_token_bytes_is_id_to_bytes_of_all(smollm2: Tokenizer) -> None:
@@ -173,6 +197,12 @@ def test_smollm2_attributes(smollm2: Tokenizer) -> None:
         "",
     ]
     assert smollm2.convert_tokens_to_ids(["<|im_end|>", "no such token"]) == [2, None]
+    assert smollm2.convert_tokens_to_ids("<|im_end|>") == 2
+    assert smollm2.convert_tokens_to_ids("no such token") is None
+    assert smollm2.convert_ids_to_tokens(2) == "<|im_end|>"
+    scalar: Any = np.int64(2)
+    assert smollm2.convert_ids_to_tokens(scalar) == "<|im_end|>"
+    assert smollm2.convert_ids_to_tokens(49_152) == ""
     assert smollm2.id_to_bytes(49_152) is None
     assert smollm2.id_to_bytes(-1) is None
     assert smollm2.id_to_bytes(1 << 40) is None

@@ -22,9 +22,11 @@ def similarity_of(task: str) -> Similarity:
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:
-    """Cosine of two vectors, 0 if one of them is 0. Summed exactly."""
+    """Cosine of two vectors, 0 if one of them is 0. Summed exactly, and never beyond 1."""
     norms = math.sqrt(math.fsum(x * x for x in a)) * math.sqrt(math.fsum(y * y for y in b))
-    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / norms if norms else 0.0
+    if not norms:
+        return 0.0
+    return max(-1.0, min(1.0, math.fsum(x * y for x, y in zip(a, b, strict=True)) / norms))
 
 
 def max_similarity(query: Sequence[Sequence[float]], document: Sequence[Sequence[float]]) -> float:

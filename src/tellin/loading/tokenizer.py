@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import json
+import numbers
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from tellin.exceptions import InvalidParameterError, ModelLoadError
 from tellin.loading.gguf_tokenizer import SPACE, build_backend
@@ -113,7 +114,7 @@ class Tokenizer:
         text: str | Sequence[str],
         add_special_tokens: bool = True,
         padding: bool | str = False,
-        truncation: bool = False,
+        truncation: bool | str | None = None,
         max_length: int | None = None,
         return_tensors: str | None = None,
     ) -> Encoding:
@@ -181,12 +182,25 @@ class Tokenizer:
         """`decode` of each sequence."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own writing of tokens; "" for unknown ids."""
+    @overload
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+    @overload
+    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]: ...
+    def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | list[str]:
+        """The vocabulary's own writing of a token, or of several; "" for unknown ids."""
+        if isinstance(ids, int | numbers.Integral):
+            return self._token(int(ids)) or ""
         return [self._token(token_id) or "" for token_id in ids]
 
-    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int | None]:
-        """Ids of tokens in the vocabulary's writing; None for unknown tokens."""
+    # A string is a sequence of strings too: checkers are told which of the two comes first.
+    @overload
+    def convert_tokens_to_ids(self, tokens: str) -> int | None: ...  # type: ignore[overload-overlap]
+    @overload
+    def convert_tokens_to_ids(self, tokens: Sequence[str]) -> list[int | None]: ...
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
+        """Id of a token in the vocabulary's writing, or of several; None for unknown tokens."""
+        if isinstance(tokens, str):
+            return self.backend.token_to_id(tokens)
         return [self.backend.token_to_id(token) for token in tokens]
 
     def id_to_bytes(self, token_id: int) -> bytes | None:
