@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -17,6 +18,7 @@ from tellin.entrypoints.openai.replies import (
     ChatDelta,
     ChatLogprobs,
     ChatMessage,
+    FinishReason,
     FunctionCall,
     FunctionCallDelta,
     ToolCall,
@@ -47,6 +49,7 @@ class ChatChoiceWriter:
         self._parser = parser
         self._options = options
         self._has_begun = False
+        self._arguments: dict[int, str] = {}  # of each call so far, where they are streamed
 
     # ------------------------------------------------------------------ whole
 
@@ -65,7 +68,7 @@ class ChatChoiceWriter:
         choice = ChatChoice(
             self._index,
             message,
-            finish_reason(completion, bool(calls)) or "stop",
+            self._finish_reason(completion, [arguments for _, arguments in parsed.calls]) or "stop",
             self._logprobs(completion),
             stop_reason(completion),
         )
@@ -87,11 +90,14 @@ class ChatChoiceWriter:
         if not self._has_begun:
             self._has_begun = True
             chunks.append(ChatChunkChoice(self._index, ChatDelta(role="assistant", content="")))
+        for call in parsed.calls:
+            before = self._arguments.get(call.index, "")
+            self._arguments[call.index] = before + call.arguments
         delta = self._chat_delta(parsed)
         choice = ChatChunkChoice(
             self._index,
             delta,
-            finish_reason(completion, self._parser.num_calls > 0),
+            self._finish_reason(completion, list(self._arguments.values())),
             self._logprobs(completion),
         )
         if completion.finished():
@@ -125,6 +131,14 @@ class ChatChoiceWriter:
 
     # ------------------------------------------------------------------ parts
 
+    @staticmethod
+    def _finish_reason(
+        completion: CompletionOutput, arguments: Sequence[str]
+    ) -> FinishReason | None:
+        """``arguments``: of all calls. A call that a stop string has cut off is none to be made."""
+        is_cut = isinstance(stop_reason(completion), str) and not _is_json(arguments[-1:])
+        return finish_reason(completion, bool(arguments) and not is_cut)
+
     def _logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
         writer = self._options.logprobs
         if writer is None or completion.logprobs is None:
@@ -136,3 +150,12 @@ class ChatChoiceWriter:
         length = self._options.id_length
         random = "".join(secrets.choice(_ALPHABET) for _ in range(length))
         return random if length < 12 else f"call_{random}"
+
+
+def _is_json(texts: Iterable[str]) -> bool:
+    try:
+        for text in texts:
+            json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
