@@ -291,6 +291,44 @@ def test_names_that_a_format_cannot_write_are_refused() -> None:
     with pytest.raises(ApiError, match=r"argument 'a:b' of 'f'"):
         make_plan("gemma", tools=[tool("f", "a:b")])
     assert make_plan("hermes", tools=[tool("a-b", "a:b")]).is_either
+    choices = tool("f", "a")
+    choices["function"]["parameters"]["properties"]["a"] = {"type": "string", "enum": ["<escape>"]}
+    with pytest.raises(ApiError, match=r"value of the argument 'a' of 'f' contains '<escape>'"):
+        make_plan("gemma", tools=[choices])
+
+
+FREE = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"a": {}, "n": {"type": "number"}}},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "arguments"),
+    [
+        ("pythonic", "[f(a=1e999)]", '{"a": 1e999}'),
+        ("pythonic", f"[f(n={'9' * 5000})]", f'{{"n": {"9" * 5000}}}'),
+        ("pythonic", f"[f(a={'[' * 300}{']' * 300})]", f'{{"a": {"[" * 300}{"]" * 300}}}'),
+        ("gemma", "<|tool_call>call:f{a:1e999}<tool_call|>", '{"a": 1e999}'),
+        ("gemma", f"<|tool_call>call:f{{n:{'9' * 5000}}}<tool_call|>", f'{{"n": {"9" * 5000}}}'),
+        ("gemma", "<|tool_call>call:f{a:{k\x85\x1b:1}}<tool_call|>", None),
+        ("gemma", "<|tool_call>call:f{a:{k\x1b:1}}<tool_call|>", '{"a": {"k\\u001b": 1}}'),
+        ("gemma", "<|tool_call>call:f{a:{k\x1c:1}}<tool_call|>", None),
+        ("gemma", "<|tool_call>call:f{a:{\x1f:1}}<tool_call|>", None),
+        ("gemma", f"<|tool_call>call:f{{a:{'[' * 300}{']' * 300}}}<tool_call|>",
+         f'{{"a": {"[" * 300}{"]" * 300}}}'),
+    ],
+)  # fmt: skip
+def test_extremes_are_read_or_not_allowed(parser: str, text: str, arguments: str | None) -> None:
+    """Numbers beyond a double, deep nesting, what only Python calls white space."""
+    plan = make_plan(parser, tools=[FREE])
+    assert accepts(plan, text) is (arguments is not None)
+    if arguments is not None:
+        message = parse(plan, text)
+        assert (message.calls, message.content) == ([("f", arguments)], "")
 
 
 def test_a_forced_call_needs_no_answer() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tellin.entrypoints.openai.parsers.base import ToolParser
 from tellin.entrypoints.openai.parsers.events import ParsedMessage, join
 from tellin.entrypoints.openai.parsers.json_calls import ArrayParser, NamedCallParser
+from tellin.entrypoints.openai.parsers.json_text import value_end
 from tellin.entrypoints.openai.parsers.message import MessageParser
 from tellin.entrypoints.openai.parsers.reasoning import ThinkParser
 from tellin.entrypoints.openai.parsers.registry import TOOL_PARSERS
@@ -86,8 +87,8 @@ CASES = [
         "",
         [("get_weather", '{"city": "a)]\'b", "n": [1, {"k": true}]}'), ("now", "{}")],
     ),
-    ("pythonic", r'[f(a="\ud83d\ude00")]', "", [("f", '{"a": "😀"}')]),
-    ("pythonic", r'[f(a="\ud83d")]', r'[f(a="\ud83d")]', []),
+    ("pythonic", r'[f(a="\ud83d\ude00")]', "", [("f", r'{"a": "\ud83d\ude00"}')]),
+    ("pythonic", r"[f(a='\ud83d')]", r"[f(a='\ud83d')]", []),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
     ("pythonic", "[1, 2, 3] are numbers", "[1, 2, 3] are numbers", []),
     ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
@@ -173,6 +174,70 @@ def test_p41_arguments_survive_verbatim(arguments: object, indent: int | None) -
     raw = json.dumps(arguments, indent=indent, ensure_ascii=False)
     text = f"<tool_call>{call_text('f', raw)}</tool_call>"
     assert parse(maker("hermes"), list(text)).calls == [("f", raw)]
+
+
+AS_WRITTEN = [
+    "1e999", "-1E+999", "1.50", "-0", "9" * 5000,
+    r'"\ud800"', r'"a)\u0000\"]"', '{"a":1,"a":[2 , 3]}',
+    "[" * 3000 + "]" * 3000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", AS_WRITTEN)
+def test_json_in_python_calls_stays_as_it_is_written(value: str) -> None:
+    """No conversion, so no limit of Python's numbers, texts and stack: grammars know none."""
+    text = f"[f(a={value}), f(b = {value} , c=true)]"
+    calls = [("f", f'{{"a": {value}}}'), ("f", f'{{"b": {value}, "c": true}}')]
+    message = parse(maker("pythonic"), list(text))
+    assert (message.calls, message.content) == (calls, "")
+
+
+def test_python_beside_json_values() -> None:
+    text = "[f(a=1e999, b='x', c=None, d=[True, 1.5], e=-1)]"
+    expected = '{"a": 1e999, "b": "x", "c": null, "d": [true, 1.5], "e": -1}'
+    assert parse(maker("pythonic"), [text]).calls == [("f", expected)]
+    for bad in ("[1e999, 'x']", "NaN", "{1: 2}[1]", "01", "1 2", "g()", '"a" if 1 else 2'):
+        assert parse(maker("pythonic"), [f"[f(a={bad})]"]).content == f"[f(a={bad})]"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("{e:1e999}", '{"e": 1e999}'),
+        ("{e:" + "9" * 5000 + ",f:-0.10}", '{"e": ' + "9" * 5000 + ', "f": -0.10}'),
+        ("{a:" + "[" * 3000 + "]" * 3000 + "}", '{"a": ' + "[" * 3000 + "]" * 3000 + "}"),
+        ("{a:[{b:null},{},<escape>{<escape>],c:two words}",
+         '{"a": [{"b": null}, {}, "{"], "c": "two words"}'),
+        ('{ "a b" : [1, 2,], c :NaN }', '{"a b": [1, 2], "c": "NaN"}'),
+    ],
+)  # fmt: skip
+def test_gemmas_notation_becomes_json_of_any_size(written: str, expected: str) -> None:
+    text = f"<start_function_call>call:f{written}<end_function_call>"
+    message = parse(maker("gemma"), [text])
+    assert (message.calls, message.content) == ([("f", expected)], "")
+
+
+@pytest.mark.parametrize(
+    "written", ["{a}", "{:1}", "{a:}", "{a:1]", "{a:1}}", "{a:1} {b:2}", "{a:<escape>x}", "{a:[1}"]
+)
+def test_what_is_not_gemmas_notation_is_content(written: str) -> None:
+    text = f"<start_function_call>call:f{written}<end_function_call>"
+    assert parse(maker("gemma"), [text]).content == text
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=st.text('{}[],:" 01.eE+-tru\\n\n', max_size=12) | st.text(max_size=6))
+def test_the_end_of_a_json_value_is_where_json_says(text: str) -> None:
+    decoder = json.JSONDecoder(parse_constant=lambda _: pytest.fail("no JSON"))
+    start = len(text) - len(text.lstrip(" \t\n\r"))
+    if text[start:].startswith(("NaN", "Infinity", "-Infinity")):
+        assert value_end(text) is None
+        return
+    try:
+        expected = decoder.raw_decode(text, start)[1]
+    except ValueError:
+        expected = None
+    assert value_end(text) == expected
 
 
 THOUGHTS = [

@@ -218,8 +218,8 @@ def _arguments(
 
 # ---------------------------------------------------------------------- Gemma
 
-_GEMMA_BARE = '[^\\s:,<>"{}\\[\\]]+'
-"""What a key may be made of."""
+_GEMMA_BARE = '[^\\s\\x1c-\\x1f:,<>"{}\\[\\]]+'
+"""What a key may be made of. U+001C to U+001F are white space to Python, not to `\\s` here."""
 _GEMMA_STYLES = (
     ("<start_function_call>", "<end_function_call>", "<escape>"),
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -255,6 +255,12 @@ def _gemma_arguments(
         value = values.get(kind if isinstance(kind, str) else "any", values["any"])
         choices = schema.get("enum") if kind == "string" else None
         if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
+            for mark in (mark for style in _GEMMA_STYLES for mark in style[1:]):
+                if any(mark in choice for choice in choices):
+                    raise ValueError(
+                        f"an allowed value of the argument {name!r} of {tool.name!r} contains "
+                        f"{mark!r}, which ends texts in this model's format"
+                    )
             value = one_of(*(_text(f"{quote}{choice}{quote}") for choice in choices))
         written[name] = _tag(f"{name}:", value)
     return _arguments(tool, written, ",", definitions)

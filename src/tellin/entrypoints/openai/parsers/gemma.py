@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection
-from typing import Any
 
 from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.json_text import is_scalar
 
 _CLOSING = {"<start_function_call>": "<end_function_call>", "<|tool_call>": "<tool_call|>"}
 _QUOTES = ("<escape>", '<|"|>', '"')
-_MAX_DEPTH = 64
+_CLOSING_BRACKETS = {"{": "}", "[": "]"}
 
 
 class GemmaParser(ToolParser):
@@ -54,14 +54,10 @@ def parse_call(text: str) -> tuple[str, str] | None:
     match = re.fullmatch(r"\s*call:([^\s{]+)\s*(\{.*\})\s*", text, re.DOTALL)
     if match is None:
         return None
-    reader = _Reader(match[2])
     try:
-        arguments = reader.value(0)
+        return match[1], _Reader(match[2]).json()
     except ValueError:
         return None
-    if reader.position != len(match[2]):
-        return None
-    return match[1], json.dumps(arguments, ensure_ascii=False)
 
 
 class _Reader:
@@ -69,75 +65,79 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self.position = 0
+        self._position = 0
 
-    def value(self, depth: int) -> Any:
-        if depth > _MAX_DEPTH:
-            raise ValueError("nested too deeply")
-        self._skip_space()
-        for quote in _QUOTES:
-            if self._text.startswith(quote, self.position):
-                return self._string(quote)
-        if self._accept("{"):
-            return self._object(depth)
-        if self._accept("["):
-            items = []
-            while not self._accept("]"):
-                items.append(self.value(depth + 1))
-                self._accept(",")
-            return items
-        return self._scalar()
+    def json(self) -> str:
+        """The whole text, one value, in JSON. However deeply nested it is, and numbers as written.
 
-    def _object(self, depth: int) -> dict[str, Any]:
-        result = {}
-        while not self._accept("}"):
-            key = self._key()
-            if not self._accept(":"):
-                raise ValueError("no colon")
-            result[key] = self.value(depth + 1)
+        Raises:
+            ValueError: it is something else.
+        """
+        pieces: list[str] = []
+        closers: list[str] = []
+        while True:
+            if closers and self._accept(closers[-1]):
+                pieces.append(closers.pop())
+            else:
+                if closers and pieces[-1] not in _CLOSING_BRACKETS:
+                    pieces.append(", ")
+                if closers and closers[-1] == "}":
+                    pieces.append(f"{self._key()}: ")
+                opening = next((char for char in _CLOSING_BRACKETS if self._accept(char)), None)
+                if opening is not None:
+                    pieces.append(opening)
+                    closers.append(_CLOSING_BRACKETS[opening])
+                    continue
+                pieces.append(self._string() or self._scalar())
+            if not closers:
+                break
             self._accept(",")
-        return result
+        if self._position != len(self._text):
+            raise ValueError("more than one value")
+        return "".join(pieces)
 
     def _key(self) -> str:
+        """A key and its colon; returns the key as a JSON string."""
+        key = self._string()
+        if key is None:
+            match = re.compile(r"[^\s:,{}\[\]]+").match(self._text, self._position)
+            if match is None:
+                raise ValueError("no key")
+            self._position = match.end()
+            key = json.dumps(match[0], ensure_ascii=False)
+        if not self._accept(":"):
+            raise ValueError("no colon")
+        return key
+
+    def _string(self) -> str | None:
+        """A JSON string of what is quoted here; None if nothing is."""
         self._skip_space()
         for quote in _QUOTES:
-            if self._text.startswith(quote, self.position):
-                return self._string(quote)
-        match = re.compile(r"[^\s:,{}\[\]]+").match(self._text, self.position)
-        if match is None:
-            raise ValueError("no key")
-        self.position = match.end()
-        return match[0]
+            if self._text.startswith(quote, self._position):
+                start = self._position + len(quote)
+                end = self._text.find(quote, start)
+                if end < 0:
+                    raise ValueError("no closing quote")
+                self._position = end + len(quote)
+                return json.dumps(self._text[start:end], ensure_ascii=False)
+        return None
 
-    def _string(self, quote: str) -> str:
-        start = self.position + len(quote)
-        end = self._text.find(quote, start)
-        if end < 0:
-            raise ValueError("no closing quote")
-        self.position = end + len(quote)
-        return self._text[start:end]
-
-    def _scalar(self) -> Any:
-        match = re.compile(r"[^,{}\[\]]+").match(self._text, self.position)
+    def _scalar(self) -> str:
+        """A number or one of JSON's words; any other word is a string."""
+        match = re.compile(r"[^,{}\[\]]+").match(self._text, self._position)
         if match is None:
             raise ValueError("no value")
-        self.position = match.end()
+        self._position = match.end()
         word = match[0].strip()
-        try:
-            number: Any = json.loads(word)
-        except ValueError:
-            return word
-        if isinstance(number, float) and number - number != 0:
-            raise ValueError("not a finite number")
-        return number
+        return word if is_scalar(word) else json.dumps(word, ensure_ascii=False)
 
     def _accept(self, char: str) -> bool:
         self._skip_space()
-        if self._text.startswith(char, self.position):
-            self.position += len(char)
+        if self._text.startswith(char, self._position):
+            self._position += len(char)
             return True
         return False
 
     def _skip_space(self) -> None:
-        while self.position < len(self._text) and self._text[self.position].isspace():
-            self.position += 1
+        while self._position < len(self._text) and self._text[self._position].isspace():
+            self._position += 1

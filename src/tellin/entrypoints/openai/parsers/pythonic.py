@@ -1,20 +1,24 @@
 """Tool calls written as Python: ``[get_weather(city="Rome"), now()]``.
 
 A call is handed out when its closing parenthesis has come: its arguments are literals that become
-JSON.
+JSON. Those that are JSON already stay as they are written.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Collection
 from typing import Any
 
 from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.json_text import value_end
 
 _OPENING = "([{"
 _CLOSING = ")]}"
+_KEYWORD = re.compile(r"([^\s=,()]+)\s*=\s*")
+_AFTER_VALUE = re.compile(r"\s*(?:,\s*|(?=\)$))")
 
 
 class PythonicParser(ToolParser):
@@ -117,30 +121,59 @@ class PythonicParser(ToolParser):
 
 def parse_call(text: str) -> tuple[str, str] | None:
     """Name and JSON arguments of ``f(a=1)``; None if it is no call with literal keywords."""
+    text = text.strip()
+    return _json_call(text) or _python_call(text)
+
+
+def _json_call(text: str) -> tuple[str, str] | None:
+    """A call whose values are all JSON: they are handed on as they stand."""
+    match = re.match(r"([^\s(]+)\(\s*", text)
+    if match is None:
+        return None
+    name, position = match[1], match.end()
+    arguments: dict[str, str] = {}
+    while text[position:] != ")":
+        key = _KEYWORD.match(text, position)
+        end = None if key is None else value_end(text, key.end())
+        if key is None or end is None or key[1] in arguments or not key[1].isidentifier():
+            return None
+        arguments[key[1]] = text[key.end() : end]
+        match = _AFTER_VALUE.match(text, end)
+        if match is None:
+            return None
+        position = match.end()
+    return name, _written(arguments)
+
+
+def _python_call(text: str) -> tuple[str, str] | None:
     try:
-        text = text.strip()
         node = ast.parse(text, mode="eval").body
         if not isinstance(node, ast.Call) or node.args:
             return None
-        name = ast.unparse(node.func)
-        arguments: dict[str, Any] = {}
+        arguments: dict[str, str] = {}
         for keyword in node.keywords:
             if keyword.arg is None:
                 return None
             arguments[keyword.arg] = _value(text, keyword.value)
-        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written = _written(arguments)
         written.encode()  # half of a surrogate pair is no text
-        return name, written
+        return ast.unparse(node.func), written
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 
 
-def _value(text: str, node: ast.expr) -> Any:
+def _written(arguments: dict[str, str]) -> str:
+    """The JSON object of these arguments, whose values are JSON."""
+    pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in arguments.items())
+    return f"{{{', '.join(pairs)}}}"
+
+
+def _value(text: str, node: ast.expr) -> str:
     """An argument: what JSON and Python both read is JSON, whose escapes models write."""
-    try:
-        return json.loads(ast.get_source_segment(text, node) or "")
-    except ValueError:
-        return _literal(node)
+    written = ast.get_source_segment(text, node) or ""
+    if value_end(written) == len(written):
+        return written
+    return json.dumps(_literal(node), ensure_ascii=False, allow_nan=False)
 
 
 def _literal(node: ast.expr) -> Any:
