@@ -32,6 +32,7 @@ from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
 
 _KV_DTYPES = {"auto": "float16", "float16": "float16", "float32": "float32", "int8": "int8"}
+_ISAS = ("portable", "avx2", "avxvnni", "avx512", "neon")
 _NONE = -1
 _PACK_SLICE_BYTES = 8 << 20
 """Of a file, packed before its pages are released: what a load needs beyond the packed weights."""
@@ -61,7 +62,8 @@ class NativeBackend:
     Args:
         plan: what to compute. Embedding tables are read from its tensors during steps.
         num_threads: size of the kernel team; None = `default_num_threads`.
-        isa: kernel variant (avx512, avx2, neon, portable); None = the best this machine runs.
+        isa: kernel variant (avx512, avxvnni, avx2, neon, portable); None = the best that this
+            machine runs.
         activation_precision: of quantised weights' inputs: ``int8``, ``mixed``, ``int16`` (15
             bits), ``float32``, ``high`` or ``default`` (see `resolve_activation_precision`).
         kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32`` or ``int8``.
@@ -86,6 +88,8 @@ class NativeBackend:
     ) -> None:
         precision = resolve_activation_precision(activation_precision)
         _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_DTYPES))
+        if isa:
+            _check_choice("isa", isa, _ISAS)
         threads = default_num_threads().num_threads if num_threads is None else num_threads
         self.plan = plan
         self.block_size = block_size
