@@ -131,6 +131,13 @@ def test_pool1_pool2_pool3_refusals(embedder: LLM, llm: LLM) -> None:
         llm.embed("a")
 
 
+def test_scores_are_made_of_embeddings_alone(make_engine: EngineMaker) -> None:
+    engine = make_engine(lambda request: [], runner_type="pooling")
+    make_engine.client.utilities["get_supported_tasks"] = ["token_embed"]
+    with pytest.raises(UnsupportedFeatureError, match="that embeds; this one supports token_embed"):
+        LLM.from_engine(engine).score("a", "b")
+
+
 def test_pool5_score(embedder: LLM) -> None:
     scores = [output.outputs.score for output in embedder.score("a", ["a", "b", "c"])]
     assert scores == pytest.approx([1.0, 0.6, 0.0])

@@ -15,7 +15,7 @@ from tellin.entrypoints.offline_runner import (
     one_per_prompt,
 )
 from tellin.entrypoints.progress import UseTqdm
-from tellin.entrypoints.scoring import scoring_task, similarity_of
+from tellin.entrypoints.scoring import SCORING_TASK, cosine
 from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
 from tellin.outputs import (
     ClassificationRequestOutput,
@@ -88,8 +88,7 @@ class PoolingCalls(EngineControls):
     def score(self, data_1: Any, data_2: Any, **options: Any) -> list[ScoringRequestOutput]:
         """Similarity of pairs of texts: 1:1, 1:N (the first is repeated) or N:N.
 
-        The cosine of two embeddings; or, for models that embed tokens, each query token's best
-        similarity to a document token, added up. Options: as `encode`.
+        The cosine of two embeddings. Options: as `encode`.
         """
         first, second = prompts_to_list(data_1), prompts_to_list(data_2)
         if not first or not second or len(first) not in (1, len(second)):
@@ -99,21 +98,19 @@ class PoolingCalls(EngineControls):
                 value=len(first),
             )
         tasks = self.supported_tasks
-        task = scoring_task(tasks)
-        if task is None:
+        if SCORING_TASK not in tasks:
             raise UnsupportedFeatureError(
                 f"score() needs a model that embeds; this one supports {', '.join(tasks)}"
                 + ("; start one with runner='pooling' or 'both'" if "generate" in tasks else "")
             )
-        outputs = self.encode([*first, *second], pooling_task=task, **options)
+        outputs = self.encode([*first, *second], pooling_task=SCORING_TASK, **options)
         queries, documents = outputs[: len(first)], outputs[len(first) :]
         if len(queries) == 1:
             queries = queries * len(documents)
-        similarity = similarity_of(task)
         return [
             ScoringRequestOutput(
                 request_id=f"{query.request_id}_{document.request_id}",
-                outputs=ScoringOutput(similarity(query.outputs.data, document.outputs.data)),
+                outputs=ScoringOutput(cosine(query.outputs.data, document.outputs.data)),
                 prompt_token_ids=[*query.prompt_token_ids, *document.prompt_token_ids],
                 finished=True,
                 num_cached_tokens=(query.num_cached_tokens or 0)

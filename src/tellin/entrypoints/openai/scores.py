@@ -24,7 +24,7 @@ from tellin.entrypoints.openai.replies import (
 )
 from tellin.entrypoints.openai.requests import RerankRequest, ScoreRequest
 from tellin.entrypoints.openai.serving import ServingContext, new_id
-from tellin.entrypoints.scoring import scoring_task, similarity_of
+from tellin.entrypoints.scoring import SCORING_TASK, cosine
 from tellin.sampling_params import PoolingParams
 
 
@@ -86,8 +86,7 @@ class ScoreService:
         context.check_model(request.model)
         context.check_accepts()
         tasks = await context.engine.get_supported_tasks()
-        task = scoring_task(tasks)
-        if task is None:
+        if SCORING_TASK not in tasks:
             raise bad_request(
                 f"the model {context.model_name!r} does not embed, which scores are made of; it "
                 f"supports: {', '.join(tasks)} (a server started with --set runner=both does both)",
@@ -105,16 +104,17 @@ class ScoreService:
             [*queries, *documents], tok_params
         )
         lora_request = context.adapters.get(request.model)
-        outputs = await run_pooling(context, rendered, PoolingParams(task=task), lora_request)
+        outputs = await run_pooling(
+            context, rendered, PoolingParams(task=SCORING_TASK), lora_request
+        )
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         data = [output.outputs.data for output in outputs]
         first, second = data[: len(queries)], data[len(queries) :]
         if len(first) == 1:
             first = first * len(second)
-        similarity = similarity_of(task)
         # In a thread: a thousand long vectors must not hold up the streams of others.
         scores = await asyncio.to_thread(
-            lambda: [similarity(one, other) for one, other in zip(first, second, strict=True)]
+            lambda: [cosine(one, other) for one, other in zip(first, second, strict=True)]
         )
         return scores, num_tokens
 
