@@ -14,6 +14,7 @@ from tellin.engine.renderer import ChatParams, Renderer
 from tellin.exceptions import (
     ContextLengthError,
     InvalidParameterError,
+    InvalidTypeError,
     RequestError,
     UnsupportedFeatureError,
 )
@@ -348,6 +349,16 @@ def test_inp8_rank(rank: int) -> None:
     assert process(processor, data_parallel_rank=1).data_parallel_rank == 1
     with pytest.raises(InvalidParameterError, match=r"\[0, 2\)"):
         process(processor, data_parallel_rank=rank)
+
+
+@pytest.mark.parametrize("ended", [None, True, False])
+def test_what_the_caller_knows_of_the_thoughts_reaches_the_core(ended: bool | None) -> None:
+    assert process(gate(), reasoning_ended=ended).reasoning_ended is ended
+
+
+def test_whether_thoughts_have_ended_is_a_truth_value() -> None:
+    with pytest.raises(InvalidTypeError, match="reasoning_ended must be True, False or None"):
+        process(gate(), reasoning_ended=1)
 
 
 def test_s22_s23_priority_and_trace_headers_are_copied() -> None:

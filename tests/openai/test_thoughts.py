@@ -173,3 +173,32 @@ def test_thoughts_that_the_prompt_has_ended_are_not_waited_for(patient: Server) 
     message = patient.http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
     assert message["content"] == '"a"'
     assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("kind", ["format", "call"])
+def test_server_and_engine_agree_whether_the_prompt_has_ended_the_thoughts(
+    serve: Any, kind: str
+) -> None:
+    """The text decides: beside other characters the marks may be other ids than alone."""
+    ids = '{"think_start_token_ids": [257], "think_end_token_ids": [258]}'
+    options = ("--served-model-name", "tiny", "--chat-template", THINKING_TEMPLATE)
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": 'Repeat: </think>{"a": 1}: </think>'}],
+        "max_tokens": 300,
+        "n": 2,
+        "seed": 1,
+    }
+    if kind == "call":
+        body |= {"tools": [NOW], "tool_choice": "required", "parallel_tool_calls": False}
+    else:
+        schema = {"name": "x", "schema": {"enum": ["a"]}}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    with serve(*options, "--set", f"reasoning_config={ids}") as running:
+        reply = running.http.post("/v1/chat/completions", json=body).json()
+    for choice in reply["choices"]:
+        message = choice["message"]
+        assert "reasoning_content" not in message
+        if kind == "call":
+            assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+        else:
+            assert message["content"] == '"a"'

@@ -166,8 +166,13 @@ class AsyncLLM:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
     ) -> tuple[str, RequestOutputCollector]:
         """Queue a request.
+
+        Args:
+            reasoning_ended: with ``reasoning_config``: whether the prompt has ended the thoughts,
+                so that a grammar binds at once. Default: decided by the ids of the marks.
 
         Returns:
             Its internal id and the collector of its outputs.
@@ -193,6 +198,7 @@ class AsyncLLM:
             trace_headers=trace_headers,
             priority=priority,
             data_parallel_rank=data_parallel_rank,
+            reasoning_ended=reasoning_ended,
         )
         if self.output_processor.has_external_request(request_id):
             raise DuplicateRequestError(

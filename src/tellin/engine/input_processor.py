@@ -77,12 +77,15 @@ class InputProcessor:
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         data_parallel_rank: int | None = None,
+        reasoning_ended: bool | None = None,
     ) -> EngineCoreRequest:
         """Check a request completely.
 
         Args:
             prompt: a rendered prompt, or a raw one (which is then rendered here).
             arrival_time: wall clock seconds; default: when rendering began.
+            reasoning_ended: whether the prompt has ended the thoughts that a grammar waits for;
+                default: the core looks for the marks' ids.
 
         Returns:
             The request for the core, without internal id: see `assign_request_id`.
@@ -103,6 +106,13 @@ class InputProcessor:
         if arrival_time is not None:
             arrival_time = check_float("arrival_time", arrival_time, 0, math.inf)
         self._check_rank(data_parallel_rank)
+        if reasoning_ended is not None and not isinstance(reasoning_ended, bool):
+            raise InvalidTypeError(
+                "reasoning_ended must be True, False or None, got "
+                f"{type(reasoning_ended).__name__}",
+                parameter="reasoning_ended",
+                value=reasoning_ended,
+            )
         pools = isinstance(final_params, PoolingParams)
         rendered = self.render(prompt, tokenization_kwargs, pools)
         token_ids = rendered["prompt_token_ids"]
@@ -125,6 +135,7 @@ class InputProcessor:
             data_parallel_rank=data_parallel_rank,
             priority=priority,
             trace_headers=headers,
+            reasoning_ended=reasoning_ended,
         )
 
     def adopt_core_request(

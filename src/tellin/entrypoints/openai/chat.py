@@ -170,10 +170,15 @@ class ChatService:
         await context.check_constraint(params)
         prompt = await self._render(request, plan)
         # Stop strings count in what is visible, not in thoughts (where those are parted).
-        params.stop_outside = context.chat_format.thought_marks(
-            prompt.get("prompt") or "", _constraint(request, plan)
+        text, constraint = prompt.get("prompt") or "", _constraint(request, plan)
+        params.stop_outside = context.chat_format.thought_marks(text, constraint)
+        jobs = make_jobs(
+            [prompt],
+            params,
+            n,
+            context.adapters.get(request.model),
+            reasoning_ended=context.chat_format.reasoning_ended(text, constraint),
         )
-        jobs = make_jobs([prompt], params, n, context.adapters.get(request.model))
         return PreparedChat(context, request, prompt, jobs, plan, n)
 
     def _params(self, request: ChatCompletionRequest, plan: ToolPlan) -> tuple[SamplingParams, int]:

@@ -82,11 +82,22 @@ class ChatFormat:
             or (self._gate is not None and self._special_gate)
         )
 
+    def reasoning_ended(self, prompt: str, constraint: Constraint) -> bool | None:
+        """Whether ``prompt`` has ended the thoughts that a grammar waits for; None if none waits.
+
+        The last mark in the text counts. The engine is told: from ids it could decide otherwise,
+        where the marks are no tokens of their own.
+        """
+        gate = self._gate
+        if constraint is Constraint.NONE or gate is None:
+            return None
+        return prompt.rfind(gate.think_end_str) > prompt.rfind(gate.think_start_str)
+
     def make_think_parser(self, prompt: str, constraint: Constraint) -> ThinkParser | None:
         """The parser of thoughts for an answer to ``prompt``; None if there are none."""
         gate = self._gate
         if constraint is not Constraint.NONE and gate is not None:
-            if _has_ended(prompt, gate):
+            if self.reasoning_ended(prompt, constraint):
                 return None
             starts_inside = prompt.rstrip().endswith(gate.think_start_str)
             return ThinkParser(
@@ -106,7 +117,8 @@ class ChatFormat:
         """
         gate = self._gate
         if constraint is not Constraint.NONE and gate is not None:
-            return None if _has_ended(prompt, gate) else ("", gate.think_end_str)
+            ended = self.reasoning_ended(prompt, constraint)
+            return None if ended else ("", gate.think_end_str)
         if constraint is Constraint.ANSWER or not self.thinks:
             return None
         return ("" if prompt.rstrip().endswith(OPENING) else OPENING), CLOSING
@@ -126,11 +138,6 @@ class ChatFormat:
         if tools:
             _add_to_system(prepared, _tools_text(tools))
         return prepared, None
-
-
-def _has_ended(prompt: str, gate: ReasoningConfig) -> bool:
-    """Whether the engine takes the thoughts for over: the last mark in the prompt counts."""
-    return prompt.rfind(gate.think_end_str) > prompt.rfind(gate.think_start_str)
 
 
 def _special_texts(tokenizer: ChatTokenizer | None) -> set[str]:

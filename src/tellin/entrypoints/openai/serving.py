@@ -122,6 +122,8 @@ class Job:
     counts_prompt: bool = True
     """Whether the prompt is new: equal choices of one prompt count it once."""
     lora_request: LoRARequest | None = None
+    reasoning_ended: bool | None = None
+    """Whether the prompt has ended the thoughts that a grammar waits for; None: not known here."""
 
 
 def make_jobs(
@@ -129,10 +131,14 @@ def make_jobs(
     params: SamplingParams,
     n: int,
     lora_request: LoRARequest | None = None,
+    *,
+    reasoning_ended: bool | None = None,
 ) -> list[Job]:
     """Jobs for ``n`` choices per prompt. ``params.n`` is 1 where choices are equal (greedy)."""
     return [
-        Job(prompt, params, position * n + copy * params.n, copy == 0, lora_request)
+        Job(
+            prompt, params, position * n + copy * params.n, copy == 0, lora_request, reasoning_ended
+        )
         for position, prompt in enumerate(prompts)
         for copy in range(n // params.n)
     ]
@@ -182,6 +188,7 @@ async def _run_job(
         timeout_s=context.config.request_timeout_s,
         priority=priority,
         lora_request=job.lora_request,
+        reasoning_ended=job.reasoning_ended,
     )
     async with aclosing(stream):
         async for output in stream:
