@@ -154,6 +154,31 @@ def test_odd_paths_methods_and_types(server: Server) -> None:
     assert server.http.post("/sleep").status_code == 404  # off unless asked for
 
 
+def test_long_names_are_not_repeated_whole(server: Server) -> None:
+    for body in (
+        {"model": "m" * 15_000},
+        {"n" * 15_000: 1},
+        {"response_format": {"x" * 15_000: 1}},
+    ):
+        status = 404 if "model" in body else 400
+        error = refused(server, CHAT, {"messages": MESSAGES} | body, status)
+        assert len(error["message"]) + len(error["param"]) < 500
+        assert "mmm'..." in error["message"] or status == 400
+
+
+def test_names_that_are_types_are_repeated(server: Server) -> None:
+    for name in ("str", "Document"):
+        error = refused(server, CHAT, {"messages": MESSAGES, name: 1})
+        assert (error["param"], error["code"]) == (name, "unknown_parameter")
+
+
+def test_p11_best_of_in_chats(server: Server) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1}
+    for change in ({"best_of": 1}, {"best_of": 2, "n": 2}, {"best_of": None}):
+        assert server.http.post(CHAT, json=body | change).status_code == 200
+    assert refused(server, CHAT, body | {"best_of": 3})["param"] == "best_of"
+
+
 def test_p45_the_template_may_refuse(server: Server) -> None:
     for roles in (["system", "user", "assistant", "system", "user"], ["user", "user"], ["odd"]):
         messages = [{"role": role, "content": "x"} for role in roles]

@@ -102,6 +102,45 @@ def test_bad_bodies_are_400(
     assert message in str(response.json()["error"])
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/rerank", {"query": "a", "documents": ["b", {"text": "c" * 999}, "d"]}, "documents[1]"),
+        ("/rerank", {"query": "", "documents": ["b"]}, "query"),
+        ("/score", {"text_1": "a", "text_2": ["b"] * 70 + ["b" * 999]}, "text_2[70]"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["", "b"]}, "text_2[0]"),
+        ("/score", {"text_1": "a" * 999, "text_2": "b"}, "text_1"),
+        ("/v1/embeddings", {"input": ["a", "b" * 999]}, "input[1]"),
+        ("/v1/embeddings", {"input": "b" * 999}, "input"),
+        ("/v1/embeddings", {"input": [[5], [5, 99999]]}, "input[1]"),
+        ("/v1/embeddings", {"input": [99999]}, "input"),
+    ],
+)
+def test_errors_say_which_text(
+    embedder: Server, path: str, body: dict[str, Any], name: str
+) -> None:
+    response = embedder.http.post(path, json=body | {"add_special_tokens": False})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, name)
+    assert error["message"].startswith(f"{name}: ")
+
+
+def test_errors_of_nested_bodies_name_no_class(embedder: Server) -> None:
+    body = {"query": "a", "documents": ["b", {"text": "c", "e": 1}]}
+    error = embedder.http.post("/rerank", json=body).json()["error"]
+    assert (error["param"], error["code"]) == ("documents.1.e", "unknown_parameter")
+    body["documents"] = ["b", 5]
+    error = embedder.http.post("/rerank", json=body).json()["error"]
+    assert error["message"].endswith("string, got 5; or Input should be an object, got 5")
+
+
+def test_a_model_that_embeds_does_not_chat(embedder: Server) -> None:
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    error = embedder.http.post("/v1/chat/completions", json=body).json()["error"]
+    assert (error["param"], error["code"]) == ("model", "unsupported_model")
+    assert "does not generate text; it supports: embed, token_embed" in error["message"]
+
+
 def test_long_texts_can_be_cut(embedder: Server) -> None:
     body = {"query": "a", "documents": ["b" * 1000], "truncate_prompt_tokens": -1}
     assert len(post(embedder, "/rerank", **body)["results"]) == 1

@@ -16,7 +16,7 @@ from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
 from tellin.entrypoints.openai.parsers.message import MessageParser
 from tellin.entrypoints.openai.replies import ChatChunk, ChatCompletion
 from tellin.entrypoints.openai.requests import ChatCompletionRequest
-from tellin.entrypoints.openai.sampling import make_sampling_params, split_n
+from tellin.entrypoints.openai.sampling import check_best_of, make_sampling_params, split_n
 from tellin.entrypoints.openai.serving import (
     DONE,
     Job,
@@ -164,6 +164,8 @@ class ChatService:
         context = self.context
         context.check_model(request.model)
         context.check_accepts()
+        await context.check_generates()
+        check_best_of(request)
         plan = plan_tools(request, context.chat_format)
         params, n = self._params(request, plan)
         context.check_num_sequences(n)

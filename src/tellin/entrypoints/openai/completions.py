@@ -12,7 +12,7 @@ from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
 from tellin.entrypoints.openai.replies import Completion, CompletionChoice, CompletionLogprobs
 from tellin.entrypoints.openai.requests import CompletionRequest
-from tellin.entrypoints.openai.sampling import make_sampling_params, split_n
+from tellin.entrypoints.openai.sampling import check_best_of, make_sampling_params, split_n
 from tellin.entrypoints.openai.serving import (
     DONE,
     Job,
@@ -212,12 +212,7 @@ def prompts_of(given: Any) -> list[Any]:
 def _check(request: CompletionRequest) -> None:
     if request.suffix is not None:
         raise bad_request("suffix is not supported: this server continues texts only", "suffix")
-    n = 1 if request.n is None else request.n
-    if request.best_of is not None and request.best_of not in (1, n):
-        raise bad_request(
-            f"best_of={request.best_of} is not supported; leave it out or set it to n ({n})",
-            "best_of",
-        )
+    check_best_of(request)
     if request.max_tokens == 0 and not request.echo:
         raise bad_request(
             "max_tokens=0 makes sense only with echo=true, to score a prompt", "max_tokens"

@@ -8,7 +8,7 @@ import struct
 from tellin.engine.prompts import TokenizeParams
 from tellin.entrypoints.openai.completions import prompts_of
 from tellin.entrypoints.openai.errors import bad_request
-from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, run_pooling
+from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, names_of, run_pooling
 from tellin.entrypoints.openai.replies import Embedding, EmbeddingList, Usage
 from tellin.entrypoints.openai.requests import EmbeddingRequest
 from tellin.entrypoints.openai.serving import ServingContext
@@ -48,7 +48,9 @@ class EmbeddingService:
         data, num_tokens = [], 0
         lora_request = context.adapters.get(request.model)
         model_name = context.shown_name(request.model)
-        outputs = await run_pooling(context, rendered, params, lora_request)
+        is_single = len(inputs) == 1 and inputs[0] is request.input
+        names = ["input"] if is_single else names_of("input", inputs, len(inputs))
+        outputs = await run_pooling(context, rendered, names, params, lora_request)
         for index, output in enumerate(outputs):
             vector = EmbeddingOutput.from_base(output.outputs).embedding
             num_tokens += len(output.prompt_token_ids)

@@ -10,12 +10,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from tellin import exceptions
+from tellin.entrypoints.openai import requests
 from tellin.entrypoints.openai.requests import UNSUPPORTED
 
+_MAX_NAME = 100
+"""Characters of a client's own name that an answer repeats."""
+_BODIES = frozenset(
+    name
+    for name, value in vars(requests).items()
+    if isinstance(value, type) and issubclass(value, BaseModel)
+)
 RETRY_AFTER_S = 1
 """What an overloaded server asks clients to wait."""
 
@@ -44,6 +52,11 @@ class ApiError(Exception):
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self.body())
+
+
+def shown(name: str) -> str:
+    """A name that a client sent, as a message repeats it."""
+    return repr(name) if len(name) <= _MAX_NAME else f"{name[:_MAX_NAME]!r}..."
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -104,13 +117,16 @@ def _from_validation(error: ValidationError) -> ApiError:
     same_field = [fault for fault in faults if fault["loc"][:1] == first["loc"][:1]]
     if first["type"] == "json_invalid":
         return bad_request(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
-    name = ".".join(str(part) for part in first["loc"] if not _is_type_name(part))
-    if first["type"] == "extra_forbidden":
+    is_extra = first["type"] == "extra_forbidden"
+    own = first["loc"][-1:] if is_extra else ()  # a name of the client's, whatever it looks like
+    path = first["loc"][: len(first["loc"]) - len(own)]
+    name = ".".join(str(part) for part in (*(p for p in path if not _is_type_name(p)), *own))
+    if is_extra:
         reason = UNSUPPORTED.get(name)
         if reason is not None:
             return bad_request(f"{name} is not supported: {reason}", name, "unsupported_parameter")
-        message = f"unknown parameter {name!r}: this server does not have it; leave it out"
-        return bad_request(message, name, "unknown_parameter")
+        message = f"unknown parameter {shown(name)}: this server does not have it; leave it out"
+        return bad_request(message, name[:_MAX_NAME], "unknown_parameter")
     if first["type"] == "missing":
         message = f"{name} is missing; it is required"
         return bad_request(message, name, "missing_required_parameter")
@@ -122,7 +138,7 @@ def _from_validation(error: ValidationError) -> ApiError:
 def _is_type_name(part: int | str) -> bool:
     """Whether a step of a fault's path names a branch of a union rather than a field."""
     return isinstance(part, str) and (
-        part in ("str", "int", "float", "bool", "dict", "list") or "[" in part
+        part in ("str", "int", "float", "bool", "dict", "list") or "[" in part or part in _BODIES
     )
 
 
@@ -130,6 +146,8 @@ def _reason(fault: ErrorDetails) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ")
     if fault["type"] == "value_error":
         return message
+    if fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        message = "Input should be an object"
     value = fault.get("input")
     if isinstance(value, str | int | float | bool) or value is None:
         return f"{message}, got {value!r:.60}"

@@ -121,6 +121,7 @@ class GenerationRequest(Ignored):
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     temperature: float | None = None
     top_p: float | None = None
+    best_of: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -250,7 +251,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     echo: bool | None = False
     suffix: str | None = None
-    best_of: int | None = None
     add_special_tokens: bool = True
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tellin.checks import check_int
+from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.requests import GenerationRequest
 from tellin.sampling_params import (
     GREEDY_EPS,
@@ -89,6 +90,16 @@ def _constraint(request: GenerationRequest) -> StructuredOutputsParams | None:
     if response_format.json_schema is None:
         return StructuredOutputsParams(json_object=True)
     return StructuredOutputsParams(json=response_format.json_schema.schema_)
+
+
+def check_best_of(request: GenerationRequest) -> None:
+    """Raise 400 for an old parameter that asks for more completions than are returned."""
+    n = 1 if request.n is None else request.n
+    if request.best_of not in (None, 1, n):
+        raise bad_request(
+            f"best_of={request.best_of} is not supported; leave it out or set it to n ({n})",
+            "best_of",
+        )
 
 
 def split_n(request: GenerationRequest, defaults: Mapping[str, Any]) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tellin.engine.prompts import TokenizeParams
 from tellin.entrypoints.openai.errors import bad_request
-from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, run_pooling
+from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, names_of, run_pooling
 from tellin.entrypoints.openai.replies import (
     RankedDocument,
     Ranking,
@@ -45,7 +45,13 @@ class ScoreService:
                 f"{len(second)}",
                 "text_1",
             )
-        scores, num_tokens = await self._scores(request, first, second, "text_2")
+        scores, num_tokens = await self._scores(
+            request,
+            first,
+            second,
+            names_of("text_1", request.text_1, len(first)),
+            names_of("text_2", request.text_2, len(second)),
+        )
         data = [Score(index, score) for index, score in enumerate(scores)]
         return ScoreList(
             new_id("score"),
@@ -62,7 +68,9 @@ class ScoreService:
             ApiError, TellinError: as `score`.
         """
         texts = [d if isinstance(d, str) else d.text for d in request.documents]
-        scores, num_tokens = await self._scores(request, [request.query], texts, "documents")
+        scores, num_tokens = await self._scores(
+            request, [request.query], texts, ["query"], names_of("documents", texts, len(texts))
+        )
         order = sorted(range(len(texts)), key=lambda index: -scores[index])
         results = []
         for index in order[: request.top_n or None]:
@@ -79,7 +87,8 @@ class ScoreService:
         request: ScoreRequest | RerankRequest,
         queries: Sequence[str],
         documents: Sequence[str],
-        documents_name: str,
+        query_names: Sequence[str],
+        document_names: Sequence[str],
     ) -> tuple[list[float], int]:
         """Scores of all documents, and the number of tokens that were read."""
         context = self.context
@@ -94,9 +103,8 @@ class ScoreService:
                 "unsupported_model",
             )
         if len(documents) > MAX_INPUTS:
-            raise bad_request(
-                f"{documents_name} has {len(documents)} items; at most {MAX_INPUTS}", documents_name
-            )
+            name = document_names[0].partition("[")[0]
+            raise bad_request(f"{name} has {len(documents)} items; at most {MAX_INPUTS}", name)
         tok_params = TokenizeParams(request.add_special_tokens, pools=True).with_options(
             {"truncate_prompt_tokens": request.truncate_prompt_tokens}
         )
@@ -104,9 +112,9 @@ class ScoreService:
             [*queries, *documents], tok_params
         )
         lora_request = context.adapters.get(request.model)
-        outputs = await run_pooling(
-            context, rendered, PoolingParams(task=SCORING_TASK), lora_request
-        )
+        names = [*query_names, *document_names]
+        params = PoolingParams(task=SCORING_TASK)
+        outputs = await run_pooling(context, rendered, names, params, lora_request)
         num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
         data = [output.outputs.data for output in outputs]
         first, second = data[: len(queries)], data[len(queries) :]

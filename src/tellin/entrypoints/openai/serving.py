@@ -21,7 +21,7 @@ from tellin.engine.async_llm import AsyncLLM
 from tellin.engine.prompts import RenderedPrompt
 from tellin.entrypoints.openai.adapters import Adapters
 from tellin.entrypoints.openai.chat_format import ChatFormat
-from tellin.entrypoints.openai.errors import ApiError, bad_request, not_ready, to_api_error
+from tellin.entrypoints.openai.errors import ApiError, bad_request, not_ready, shown, to_api_error
 from tellin.entrypoints.openai.http_metrics import HttpMetrics
 from tellin.entrypoints.openai.replies import FinishReason, PromptTokensDetails, Usage
 from tellin.entrypoints.openai.server_config import ServerConfig
@@ -64,7 +64,7 @@ class ServingContext:
         if name is not None and name not in served:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist here; served: {', '.join(served)}",
+                f"the model {shown(name)} does not exist here; served: {', '.join(served)}",
                 "model",
                 "model_not_found",
             )
@@ -72,6 +72,17 @@ class ServingContext:
     def shown_name(self, name: str | None) -> str:
         """The model that an answer names: an adapter that was asked for, or the base model."""
         return name if name is not None and name in self.adapters.names else self.model_name
+
+    async def check_generates(self) -> None:
+        """Raise 400 where the model only pools."""
+        tasks = await self.engine.get_supported_tasks()
+        if "generate" not in tasks:
+            raise bad_request(
+                f"the model {self.model_name!r} does not generate text; it supports: "
+                f"{', '.join(tasks)}",
+                "model",
+                "unsupported_model",
+            )
 
     def check_accepts(self) -> None:
         """Raise 503 while the server is ending."""
