@@ -35,8 +35,8 @@ int64_t group_bytes(const LinearPart& part) {
 }  // namespace
 
 LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x,
-                         ActPrecision precision, std::vector<LinearPart> parts)
-    : kernels_(kernels), num_threads_(num_threads), x_(x), precision_(precision), parts_(std::move(parts)) {
+                         std::vector<LinearPart> parts)
+    : kernels_(kernels), num_threads_(num_threads), x_(x), parts_(std::move(parts)) {
   bool needs_scratch = false;
   for (const LinearPart& part : parts_) {
     needs_scratch = needs_scratch || part.up != nullptr || part.residual != nullptr;
@@ -63,12 +63,12 @@ LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buf
 
 // Members' shares of a small batch: equal bytes of weights, cut into tasks.
 void LinearStage::cut_shares() {
-  const int64_t grain = precision_ == ActPrecision::kFloat32 ? kGroupsPerTask : kIntGroups;
   int64_t total = 0;
   for (const LinearPart& part : parts_) total += group_bytes(part) * part.weight->num_groups;
   int64_t done = 0;
   for (size_t i = 0; i < parts_.size(); ++i) {
     const int64_t num_groups = parts_[i].weight->num_groups;
+    const int64_t grain = parts_[i].precision == ActPrecision::kFloat32 ? kGroupsPerTask : kIntGroups;
     const auto matrix_bytes = static_cast<int64_t>(parts_[i].weight->group_bytes);
     for (int64_t begin = 0; begin < num_groups;) {
       // Member m has what begins in [total * m / n, total * (m + 1) / n).
@@ -139,13 +139,13 @@ void LinearStage::run(int64_t task, int member) noexcept {
     PackedMatrix gate_weight = *part.weight, up_weight = *part.up;
     gate_weight.follow = up_weight.data + chunk.begin * static_cast<int64_t>(up_weight.group_bytes);
     up_weight.follow = gate_weight.data + chunk.end * static_cast<int64_t>(gate_weight.group_bytes);
-    product(gate_weight, m0, m1, chunk, part.out->base, part.out->stride);
-    product(up_weight, m0, m1, chunk, scratch_origin, count);
+    product(part.precision, gate_weight, m0, m1, chunk, part.out->base, part.out->stride);
+    product(part.precision, up_weight, m0, m1, chunk, scratch_origin, count);
   } else if (part.residual != nullptr) {
     // `out` may be `residual`: the product must not overwrite it.
-    product(*part.weight, m0, m1, chunk, scratch_origin, count);
+    product(part.precision, *part.weight, m0, m1, chunk, scratch_origin, count);
   } else {
-    product(*part.weight, m0, m1, chunk, part.out->base, part.out->stride);
+    product(part.precision, *part.weight, m0, m1, chunk, part.out->base, part.out->stride);
   }
   finish(part, m0, m1, column, count, scratch);
 }
@@ -181,11 +181,11 @@ bool LinearStage::quantize_output(const Buffer& out, ActPrecision precision) {
   return true;
 }
 
-void LinearStage::product(const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk, float* out,
-                          int64_t ldo) const {
-  if (precision_ == ActPrecision::kInt8) {
+void LinearStage::product(ActPrecision precision, const PackedMatrix& w, int64_t m0, int64_t m1,
+                          const Chunk& chunk, float* out, int64_t ldo) const {
+  if (precision == ActPrecision::kInt8) {
     kernels_.linear->linear_int8(w, x_->int8.rows, m0, m1, chunk.begin, chunk.end, out, ldo);
-  } else if (precision_ == ActPrecision::kInt16) {
+  } else if (precision == ActPrecision::kInt16) {
     kernels_.linear->linear_int16(w, x_->int16.rows, m0, m1, chunk.begin, chunk.end, out, ldo);
   } else {
     kernels_.linear->linear_f32(w, x_->base, x_->stride, m0, m1, chunk.begin, chunk.end, out, ldo);

@@ -9,7 +9,8 @@ namespace tellin {
 
 // out = (x w^T + bias) + residual, or with `up`: act(x w^T + bias) * (x up^T + up_bias).
 struct LinearPart {
-  const PackedMatrix* weight = nullptr;
+  const PackedMatrix* weight = nullptr;  // and `up`: packed for `precision`
+  ActPrecision precision = ActPrecision::kInt8;
   const float* bias = nullptr;
   const PackedMatrix* up = nullptr;
   const float* up_bias = nullptr;
@@ -20,8 +21,7 @@ struct LinearPart {
 
 class LinearStage final : public Stage {
  public:
-  LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x, ActPrecision precision,
-              std::vector<LinearPart> parts);
+  LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x, std::vector<LinearPart> parts);
 
   const Buffer* input() const { return x_; }
 
@@ -39,13 +39,12 @@ class LinearStage final : public Stage {
   void cut_shares();
   void finish(const LinearPart& part, int64_t m0, int64_t m1, int64_t column, int64_t count,
               float* scratch) const;
-  void product(const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk, float* out,
-               int64_t ldo) const;
+  void product(ActPrecision precision, const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk,
+               float* out, int64_t ldo) const;
 
   const KernelTables kernels_;
   const int num_threads_;
   const Buffer* x_;
-  const ActPrecision precision_;
   const std::vector<LinearPart> parts_;
   std::vector<ActPrecision> output_precisions_;     // in which the output is quantised
   std::vector<Chunk> small_chunks_, large_chunks_;  // for few rows, for many

@@ -245,31 +245,30 @@ void Program::linear(int x, const std::vector<Part>& parts, int residual) {
   require(!parts.empty(), "linear: no parts");
   require(residual < 0 || parts.size() == 1, "linear: a residual needs a single part");
   Buffer& input = state_->buffer(x);
-  // Parts of different precisions (a float matrix among quantised ones) are stages of their own.
-  for (ActPrecision precision : {ActPrecision::kInt8, ActPrecision::kInt16, ActPrecision::kFloat32}) {
-    std::vector<LinearPart> chosen;
-    for (const Part& part : parts) {
-      const Weight& weight = checked_weight(part.weight, input);
-      Buffer& target = state_->buffer(part.out);
-      require(target.width == weight.packed.n, "linear: the weight has " + std::to_string(weight.packed.n) +
-                                                   " rows, its output " + std::to_string(target.width) +
-                                                   " columns");
-      require(target.rows == input.rows, "linear: input and output must have the same kind of rows");
-      require(&target != &input, "linear: the output must not be the input");
-      if (weight.precision != precision) continue;
-      LinearPart lowered;
-      lowered.weight = &weight.packed;
-      lowered.bias = state_->vector(part.bias, target.width);
-      lowered.out = &target;
-      if (residual >= 0) {
-        lowered.residual = &state_->buffer(residual);
-        require_like(*lowered.residual, target);
-        require(lowered.residual != &input, "linear: the residual must not be the input");
-      }
-      chosen.push_back(lowered);
+  std::vector<LinearPart> quantized, floats;
+  for (const Part& part : parts) {
+    const Weight& weight = checked_weight(part.weight, input);
+    Buffer& target = state_->buffer(part.out);
+    require(target.width == weight.packed.n, "linear: the weight has " + std::to_string(weight.packed.n) +
+                                                 " rows, its output " + std::to_string(target.width) +
+                                                 " columns");
+    require(target.rows == input.rows, "linear: input and output must have the same kind of rows");
+    require(&target != &input, "linear: the output must not be the input");
+    LinearPart lowered;
+    lowered.weight = &weight.packed;
+    lowered.precision = weight.precision;
+    lowered.bias = state_->vector(part.bias, target.width);
+    lowered.out = &target;
+    if (residual >= 0) {
+      lowered.residual = &state_->buffer(residual);
+      require_like(*lowered.residual, target);
+      require(lowered.residual != &input, "linear: the residual must not be the input");
     }
-    add_linear(input, precision, std::move(chosen));
+    (weight.precision == ActPrecision::kFloat32 ? floats : quantized).push_back(lowered);
   }
+  // A float matrix among quantised ones takes so much longer that it is a stage of its own.
+  add_linear(input, std::move(quantized));
+  add_linear(input, std::move(floats));
 }
 
 void Program::gated_linear(int x, Part gate, Part up, int out, Activation act) {
@@ -290,12 +289,13 @@ void Program::gated_linear(int x, Part gate, Part up, int out, Activation act) {
   }
   LinearPart part;
   part.weight = &gate_weight.packed;
+  part.precision = gate_weight.precision;
   part.bias = state_->vector(gate.bias, target.width);
   part.up = &up_weight.packed;
   part.up_bias = state_->vector(up.bias, target.width);
   part.act = act;
   part.out = &target;
-  add_linear(input, gate_weight.precision, {part});
+  add_linear(input, {part});
 }
 
 const Program::Weight& Program::checked_weight(int id, const Buffer& input) const {
@@ -306,13 +306,14 @@ const Program::Weight& Program::checked_weight(int id, const Buffer& input) cons
   return weight;
 }
 
-void Program::add_linear(Buffer& input, ActPrecision precision, std::vector<LinearPart> parts) {
+void Program::add_linear(Buffer& input, std::vector<LinearPart> parts) {
   if (parts.empty()) return;
-  if (precision != ActPrecision::kFloat32) state_->quantize(input, precision);
+  for (const LinearPart& part : parts) {
+    if (part.precision != ActPrecision::kFloat32) state_->quantize(input, part.precision);
+  }
   for (const LinearPart& part : parts) state_->wrote(*part.out);
   state_->stages.push_back(
-      {std::make_unique<LinearStage>(state_->kernels, num_threads(), &input, precision, std::move(parts)),
-       input.rows});
+      {std::make_unique<LinearStage>(state_->kernels, num_threads(), &input, std::move(parts)), input.rows});
 }
 
 void Program::attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,

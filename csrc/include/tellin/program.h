@@ -163,7 +163,7 @@ class Program {
   class Run;
 
   const Weight& checked_weight(int id, const Buffer& input) const;
-  void add_linear(Buffer& input, ActPrecision precision, std::vector<LinearPart> parts);
+  void add_linear(Buffer& input, std::vector<LinearPart> parts);
   void check_step(const StepInput& input) const;
   void check_adapters(const StepInput& input) const;
   void find_lora_rows(const StepInput& input, size_t num_passes);

@@ -25,19 +25,42 @@ TELLIN_INLINE void store_sums(float scale, int32_t zero, int32_t sum0, int32_t s
   out->half_sum[1] = scale * static_cast<float>(sum1 + kBlockK / 2 * zero);
 }
 
-TELLIN_INLINE void quantize_finite(__m512 a, __m512 b, float magnitude, Act8* out) {
-  const float low = _mm512_reduce_min_ps(_mm512_min_ps(a, b));
-  const float high = _mm512_reduce_max_ps(_mm512_max_ps(a, b));
+// The greatest and (negated) the least of a block's values.
+struct Range {
+  float high, negative_low;
+};
+
+TELLIN_INLINE Range range_of(__m512 a, __m512 b) {
+  const __m512 highs = _mm512_max_ps(a, b);
+  const __m512 lows = _mm512_xor_ps(_mm512_min_ps(a, b), _mm512_set1_ps(-0.0f));
+  // Each folded to 8 lanes, then both at once, in halves of a vector.
+  const __m256 high = _mm256_max_ps(_mm512_castps512_ps256(highs), _mm512_extractf32x8_ps(highs, 1));
+  const __m256 low = _mm256_max_ps(_mm512_castps512_ps256(lows), _mm512_extractf32x8_ps(lows, 1));
+  __m256 both =
+      _mm256_max_ps(_mm256_permute2f128_ps(high, low, 0x20), _mm256_permute2f128_ps(high, low, 0x31));
+  both = _mm256_max_ps(both, _mm256_permute_ps(both, 0x4e));
+  both = _mm256_max_ps(both, _mm256_permute_ps(both, 0xb1));
+  return {_mm256_cvtss_f32(both), _mm_cvtss_f32(_mm256_extractf128_ps(both, 1))};
+}
+
+TELLIN_INLINE void quantize_finite(__m512 a, __m512 b, const Range& is, float magnitude, Act8* out) {
+  const float low = -is.negative_low;
   const float least = magnitude * (kAct8Steps / kAct8LargestZero);
-  const float range = high - low > least ? high - low : least;
+  const float range = is.high - low > least ? is.high - low : least;
   const float inverse = kAct8Steps / range;
   const int32_t zero = _mm_cvtss_si32(_mm_set_ss(low * inverse)) + 128;
   const __m512 factor = _mm512_set1_ps(inverse);
   const __m512i zeros = _mm512_set1_epi32(zero);
   const __m512i qa = _mm512_sub_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(a, factor)), zeros);
   const __m512i qb = _mm512_sub_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(b, factor)), zeros);
-  store_plane(qa, qb, out->q[0]);
-  const int32_t sum_a = _mm512_reduce_add_epi32(qa), sum_b = _mm512_reduce_add_epi32(qb);
+  const __m256i q = _mm256_set_m128i(_mm512_cvtepi32_epi8(qb), _mm512_cvtepi32_epi8(qa));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q[0]), q);
+  // Sums of 8 values + 128 each.
+  const __m256i octets = _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  const __m256i halves = _mm256_add_epi64(octets, _mm256_shuffle_epi32(octets, 0x4e));
+  constexpr int32_t kShift = 128 * kBlockK / 2;
+  const int32_t sum_a = _mm_cvtsi128_si32(_mm256_castsi256_si128(halves)) - kShift;
+  const int32_t sum_b = _mm_cvtsi128_si32(_mm256_extracti128_si256(halves, 1)) - kShift;
   store_sums(range / kAct8Steps, zero, sum_a, sum_b, out);
   const int32_t sums[3] = {sum_a + sum_b, sum_a, sum_b};
   for (int i = 0; i < 3; ++i) {
@@ -47,7 +70,7 @@ TELLIN_INLINE void quantize_finite(__m512 a, __m512 b, float magnitude, Act8* ou
   out->reserved = 0;
 }
 
-TELLIN_INLINE void quantize_finite(__m512 a, __m512 b, float magnitude, Act16* out) {
+TELLIN_INLINE void quantize_finite(__m512 a, __m512 b, const Range&, float magnitude, Act16* out) {
   const __m512 factor = _mm512_set1_ps(kAct16Largest / magnitude);
   const __m512i va = _mm512_cvtps_epi32(_mm512_mul_ps(a, factor));
   const __m512i vb = _mm512_cvtps_epi32(_mm512_mul_ps(b, factor));
@@ -67,9 +90,10 @@ TELLIN_INLINE void quantize_block(__m512 a, __m512 b, Act* out) {
   const __m512 largest = _mm512_set1_ps(__FLT_MAX__);
   const __mmask16 finite =
       _mm512_cmp_ps_mask(abs_a, largest, _CMP_LE_OQ) & _mm512_cmp_ps_mask(abs_b, largest, _CMP_LE_OQ);
-  const float magnitude = _mm512_reduce_max_ps(_mm512_max_ps(abs_a, abs_b));
+  const Range range = range_of(a, b);
+  const float magnitude = range.high > range.negative_low ? range.high : range.negative_low;
   if (__builtin_expect(finite == 0xffff && magnitude >= kTinyAct, 1)) {
-    quantize_finite(a, b, magnitude, out);
+    quantize_finite(a, b, range, magnitude, out);
   } else {
     __builtin_memset(out, 0, sizeof *out);
     if (finite != 0xffff) out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
