@@ -20,7 +20,7 @@ constexpr int64_t kTasksPerMember = 8;
 // Bytes of a matrix per task of a small batch, at most: some 4 us of one core's memory bandwidth, against 0.1
 // us to take a task. Towards the end of a share tasks become smaller, so that members end together.
 constexpr int64_t kTaskBytes = 64 << 10;
-constexpr int64_t kTasksLeft = 3;  // a task is at most this part of what is left of a share
+constexpr int64_t kTasksLeft = 2;  // a task is at most this part of what is left of a share
 // Integer kernels walk two groups side by side; their outputs are a block of the next layer's activations.
 constexpr int64_t kIntGroups = 2;
 static_assert(kIntGroups * kGroupRows % kActBlock == 0 && kGroupsPerTask % kIntGroups == 0);
@@ -80,7 +80,9 @@ void LinearStage::cut_shares() {
       const int64_t wanted = left / kTasksLeft / group_bytes(parts_[i]) / grain * grain;
       const int64_t most =
           std::max<int64_t>(1, divide_up(kTaskBytes / matrix_bytes, kGroupsPerTask)) * kGroupsPerTask;
-      const int64_t end = std::min(num_groups, begin + std::clamp(wanted, grain, most));
+      const bool is_last = left <= 2 * grain * group_bytes(parts_[i]);
+      const int64_t count = is_last ? 2 * grain : std::clamp(wanted, grain, most);
+      const int64_t end = std::min(num_groups, begin + count);
       small_chunks_.push_back(
           {static_cast<int32_t>(i), static_cast<int32_t>(begin), static_cast<int32_t>(end)});
       done += (end - begin) * group_bytes(parts_[i]);
