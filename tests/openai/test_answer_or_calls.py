@@ -297,6 +297,88 @@ def test_names_that_a_format_cannot_write_are_refused() -> None:
         make_plan("gemma", tools=[choices])
 
 
+def gemma_takes(schema: Any, value: str, **more: Any) -> bool:
+    """Whether Gemma's grammar takes the value for an argument of this schema."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"], **more}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    plan = make_plan("gemma", tools=[tool])
+    text = f"<|tool_call>call:f{{a:{value}}}<tool_call|>"
+    is_taken = accepts(plan, text)
+    if is_taken:
+        assert [name for name, _ in parse(plan, text).calls] == ["f"]
+    return is_taken
+
+
+Q = '<|"|>'
+POINT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken", "refused"),
+    [
+        ({"enum": ["a", "b c", 1, None, [True, "x"], {"k": 2}]},
+         [f"{Q}a{Q}", f"{Q}b c{Q}", "1", "null", f"[true,{Q}x{Q}]", "{k:2}"],
+         ["true", "2", f"{Q}x{Q}", "[true]", "{}"]),
+        ({"type": "integer", "enum": [1, 2, True, "a"]}, ["1", "2"], ["3", "true", f"{Q}a{Q}"]),
+        ({"type": "string", "enum": ["a", None]}, [f"{Q}a{Q}"], ["null", f"{Q}b{Q}"]),
+        ({"const": "a"}, [f"{Q}a{Q}"], [f"{Q}b{Q}", "1"]),
+        ({"type": "integer", "minimum": 3, "maximum": 12}, ["3", "12"], ["2", "13", "3.5"]),
+        ({"type": ["integer", "null"]}, ["1", "null"], ["true", "{}"]),
+        ({"anyOf": [{"type": "boolean"}, {"enum": ["a"]}]}, ["true", f"{Q}a{Q}"],
+         ["1", f"{Q}b{Q}"]),
+        ({"allOf": [{"const": 1}]}, ["1"], ["2"]),
+        ({"$ref": "#/$defs/unit"}, [f"{Q}C{Q}"], [f"{Q}K{Q}", "1"]),
+        ({"type": "array", "items": {"$ref": "#/$defs/unit"}},
+         ["[]", f"[{Q}C{Q},{Q}F{Q}]"], ["[1]", f"[{Q}K{Q}]", "1"]),
+        ({"type": "array", "items": {"type": "null"}, "minItems": 1}, ["[null]"], ["[]", "[1]"]),
+        (POINT, ["{x:1}"], ["{}", "{x:true}", "{y:1}", "1"]),
+        ({"$ref": "#/$defs/tree"}, ["{v:1}", "{v:1,next:{v:2,next:{v:3}}}"],
+         ["{v:true}", "{next:{v:1}}", "{v:1,next:{v:2,next:{v:true}}}"]),
+        ({}, ["1", "{x:[]}", "null"], []),
+        (True, ["1"], []),
+    ],
+)  # fmt: skip
+def test_gemmas_arguments_follow_their_schema(
+    schema: Any, taken: list[str], refused: list[str]
+) -> None:
+    definitions = {
+        "unit": {"enum": ["C", "F"]},
+        "tree": {
+            "type": "object",
+            "properties": {"v": {"type": "integer"}, "next": {"$ref": "#/$defs/tree"}},
+            "required": ["v"],
+        },
+    }
+    for value in (*taken, *refused):
+        assert gemma_takes(schema, value, **{"$defs": definitions}) is (value in taken), value
+
+
+def test_gemmas_grammar_grows_with_the_schema_only() -> None:
+    """Each definition twice in the one before it: a million branches, if they were written out."""
+    definitions: dict[str, Any] = {
+        f"d{i}": {
+            "type": "object",
+            "properties": {k: {"$ref": f"#/$defs/d{i + 1}"} for k in ("a", "b")},
+        }
+        for i in range(20)
+    }
+    definitions["d20"] = {"type": "integer"}
+    more = {"$defs": definitions}
+    assert gemma_takes({"$ref": "#/$defs/d17"}, "{a:{b:{a:1}},b:{}}", **more)
+    assert gemma_takes({"$ref": "#/$defs/d0"}, "{a:{b:{a:{}}}}", **more)
+    assert not gemma_takes({"$ref": "#/$defs/d0"}, "{a:1}", **more)
+
+
+@pytest.mark.parametrize("target", [{"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#/$defs/a"}]}])
+def test_gemmas_grammar_of_a_reference_to_itself_allows_nothing(target: Any) -> None:
+    assert not gemma_takes({"$ref": "#/$defs/a"}, "1", **{"$defs": {"a": target}})
+
+
+def test_gemmas_argument_without_an_allowed_value_is_refused() -> None:
+    with pytest.raises(ApiError, match="'a' of 'f' has no allowed value"):
+        gemma_takes({"type": "string", "enum": [1]}, "1")
+
+
 FREE = {
     "type": "function",
     "function": {

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-_DEFINITIONS = ("$defs", "definitions")
-_NAMED = (*_DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
+DEFINITIONS = ("$defs", "definitions")
+_NAMED = (*DEFINITIONS, "properties", "patternProperties", "dependentSchemas")
 """Keywords whose value has names as keys."""
 _VALUES = ("const", "enum")
 _ANNOTATIONS = ("description", "title", "examples", "default", "$comment")
@@ -28,7 +28,7 @@ def call_branch(
     own = copy.deepcopy(dict(parameters))
     definitions = {
         prefix + name: _rebase(definition, prefix)
-        for key in _DEFINITIONS
+        for key in DEFINITIONS
         if isinstance(own.get(key), dict)
         for name, definition in own.pop(key).items()
     }
@@ -50,7 +50,7 @@ def _rebase(schema: Any, prefix: str) -> Any:
     result = {key: _rebase(value, prefix) for key, value in schema.items()}
     target = result.get("$ref")
     if isinstance(target, str):
-        for start in (f"#/{key}/" for key in _DEFINITIONS):
+        for start in (f"#/{key}/" for key in DEFINITIONS):
             if target.startswith(start):
                 result["$ref"] = f"#/$defs/{prefix}{target.removeprefix(start)}"
     return result
@@ -107,11 +107,11 @@ def _may_have(schema: Any, name: str, root: Any, followed: frozenset[str]) -> bo
         return False
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference not in followed:
-        return _may_have(_target(root, reference), name, root, followed | {reference})
+        return _may_have(referenced(root, reference), name, root, followed | {reference})
     return True
 
 
-def _target(root: Any, reference: str) -> Any:
+def referenced(root: Any, reference: str) -> Any:
     """What a reference within the schema points to; True (anything) if that is not found."""
     if not reference.startswith("#"):
         return True

@@ -22,8 +22,10 @@ from tellin.entrypoints.openai.parsers.json_calls import (
 )
 from tellin.entrypoints.openai.parsers.pythonic import PythonicParser
 from tellin.entrypoints.openai.schema_tools import (
+    DEFINITIONS,
     call_schema,
     may_have_property,
+    referenced,
     without_annotations,
 )
 
@@ -54,7 +56,7 @@ class CallableTool:
         schema = self.properties[name]
         if not isinstance(schema, Mapping) or "$ref" not in json.dumps(schema):
             return schema
-        shared = {k: self.parameters[k] for k in ("$defs", "definitions") if k in self.parameters}
+        shared = {k: self.parameters[k] for k in DEFINITIONS if k in self.parameters}
         return {**shared, **schema}
 
 
@@ -226,6 +228,13 @@ _GEMMA_STYLES = (
 )
 
 
+_NUMBER_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "string": str, "boolean": bool, "null": type(None), "array": list, "object": dict,
+    "integer": int, "number": (int, float),
+}  # fmt: skip
+
+
 def _gemma(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
     styles = []
     for begin, end, quote in _GEMMA_STYLES:
@@ -233,7 +242,7 @@ def _gemma(tools: Sequence[CallableTool], is_single: bool, definitions: Definiti
         calls = [
             _tag(
                 f"{begin}call:{tool.name}{{",
-                _gemma_arguments(tool, quote, values, definitions),
+                _GemmaWriter(tool, quote, values, definitions).arguments(tool),
                 f"}}{end}",
             )
             for tool in tools
@@ -242,33 +251,112 @@ def _gemma(tools: Sequence[CallableTool], is_single: bool, definitions: Definiti
     return one_of(*styles)
 
 
-def _gemma_arguments(
-    tool: CallableTool, quote: str, values: Mapping[str, Format], definitions: Definitions
-) -> Format:
-    written = {}
-    for name, schema in tool.properties.items():
+class _GemmaWriter:
+    """Writes one tool's schemas in one style of Gemma's notation.
+
+    Enforced are types, allowed values, limits of numbers, and what arrays and objects hold. Texts
+    are free: their patterns and lengths are not.
+    """
+
+    def __init__(
+        self,
+        tool: CallableTool,
+        quote: str,
+        values: Mapping[str, Format],
+        definitions: Definitions,
+    ) -> None:
+        self._tool = tool
+        self._quote = quote
+        self._values = values
+        self._definitions = definitions
+        self._referenced: dict[str, Format] = {}
+
+    def arguments(self, part: CallableTool) -> Format:
+        """The properties of an object; of those that its schema names no others."""
+        written = {}
+        for name, schema in part.properties.items():
+            written[name] = _tag(f"{self._key(name)}:", self._value(name, schema))
+        return _arguments(part, written, ",", self._definitions)
+
+    def _value(self, name: str, schema: Any) -> Format:
+        """A value of the schema, which belongs to the argument ``name``."""
+        if not isinstance(schema, Mapping):
+            return self._values["any"]
+        if isinstance(schema.get("$ref"), str):
+            return self._reference(name, schema["$ref"])
+        for key in ("anyOf", "oneOf", "allOf"):
+            branches = schema.get(key)
+            if isinstance(branches, list) and branches and (key != "allOf" or len(branches) == 1):
+                return one_of(*(self._value(name, part) for part in branches))
+        kinds = schema.get("type", "any")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        choices = [schema["const"]] if "const" in schema else schema.get("enum")
+        if isinstance(choices, list):
+            fitting = [c for c in choices if any(_is_of_kind(c, kind) for kind in kinds)]
+            if not fitting:
+                raise ValueError(
+                    f"the argument {name!r} of {self._tool.name!r} has no allowed value"
+                )
+            return one_of(*(_text(self._literal(name, choice)) for choice in fitting))
+        return one_of(*(self._of_kind(name, kind, schema) for kind in kinds))
+
+    def _reference(self, name: str, reference: str) -> Format:
+        """What is referred to, written once: it may refer to itself."""
+        if reference not in self._referenced:
+            shared = f"{self._tool.name}{reference}{self._quote}"
+            self._referenced[reference] = {"type": "ref", "name": shared}
+            target = referenced(self._tool.parameters, reference)
+            self._definitions[shared] = self._value(name, target)
+        return self._referenced[reference]
+
+    def _of_kind(self, name: str, kind: Any, schema: Mapping[str, Any]) -> Format:
+        if kind in ("integer", "number"):
+            limits = {key: schema[key] for key in _NUMBER_LIMITS if key in schema}
+            return _schema({"type": kind, **limits}) if limits else self._values[kind]
+        if kind == "array" and isinstance(schema.get("items"), Mapping):
+            item = self._value(name, schema["items"])
+            items = _list([_tag("", item)], ",")
+            needs_one = schema.get("minItems", 0) != 0
+            return _sequence(_text("["), items if needs_one else _optional(items), _text("]"))
+        if kind == "object" and schema.get("properties"):
+            inner = self.arguments(CallableTool(self._tool.name, dict(schema)))
+            return _sequence(_text("{"), inner, _text("}"))
+        return self._values.get(kind if isinstance(kind, str) else "any", self._values["any"])
+
+    def _literal(self, name: str, value: Any) -> str:
+        if isinstance(value, str):
+            for mark in (mark for style in _GEMMA_STYLES for mark in style[1:]):
+                if mark in value:
+                    raise ValueError(
+                        f"an allowed value of the argument {name!r} of {self._tool.name!r} "
+                        f"contains {mark!r}, which ends texts in this model's format"
+                    )
+            return f"{self._quote}{value}{self._quote}"
+        if isinstance(value, list):
+            return f"[{','.join(self._literal(name, item) for item in value)}]"
+        if isinstance(value, Mapping):
+            pairs = (f"{self._key(key)}:{self._literal(name, item)}" for key, item in value.items())
+            return f"{{{','.join(pairs)}}}"
+        return json.dumps(value)
+
+    def _key(self, name: str) -> str:
         if not name or any(char.isspace() or char in ':,<>"{}[]' for char in name):
             raise ValueError(
-                f"the argument {name!r} of {tool.name!r} cannot be written in this model's format"
+                f"the argument {name!r} of {self._tool.name!r} cannot be written in this model's "
+                "format"
             )
-        kind = schema.get("type") if isinstance(schema, Mapping) else None
-        value = values.get(kind if isinstance(kind, str) else "any", values["any"])
-        choices = schema.get("enum") if kind == "string" else None
-        if isinstance(choices, list) and choices and all(isinstance(c, str) for c in choices):
-            for mark in (mark for style in _GEMMA_STYLES for mark in style[1:]):
-                if any(mark in choice for choice in choices):
-                    raise ValueError(
-                        f"an allowed value of the argument {name!r} of {tool.name!r} contains "
-                        f"{mark!r}, which ends texts in this model's format"
-                    )
-            value = one_of(*(_text(f"{quote}{choice}{quote}") for choice in choices))
-        written[name] = _tag(f"{name}:", value)
-    return _arguments(tool, written, ",", definitions)
+        return name
+
+
+def _is_of_kind(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of a schema's type; any is of an unknown type."""
+    if isinstance(value, bool) and kind in ("integer", "number"):
+        return False
+    return not isinstance(kind, str) or kind not in _KINDS or isinstance(value, _KINDS[kind])
 
 
 def _gemma_values(quote: str, definitions: Definitions) -> dict[str, Format]:
-    """Values by type; what is inside lists and objects is free."""
-
+    """Values by type alone; what is inside lists and objects is free."""
     name = f"any{quote}"
     anything: Format = {"type": "ref", "name": name}
     pair = _tag("", _sequence(_regex(_GEMMA_BARE), _text(":"), anything))
