@@ -369,6 +369,14 @@ def test_gemmas_grammar_grows_with_the_schema_only() -> None:
     assert not gemma_takes({"$ref": "#/$defs/d0"}, "{a:1}", **more)
 
 
+def test_gemmas_grammar_nests_as_deeply_as_the_schema() -> None:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(40):
+        schema = {"type": "object", "properties": {"k": {"type": "array", "items": schema}}}
+    assert gemma_takes(schema, "{k:[" * 40 + "1" + "]}" * 40)
+    assert not gemma_takes(schema, "{k:[" * 40 + "null" + "]}" * 40)
+
+
 @pytest.mark.parametrize("target", [{"$ref": "#/$defs/a"}, {"anyOf": [{"$ref": "#/$defs/a"}]}])
 def test_gemmas_grammar_of_a_reference_to_itself_allows_nothing(target: Any) -> None:
     assert not gemma_takes({"$ref": "#/$defs/a"}, "1", **{"$defs": {"a": target}})

@@ -317,10 +317,11 @@ class _GemmaWriter:
             item = self._value(name, schema["items"])
             items = _list([_tag("", item)], ",")
             needs_one = schema.get("minItems", 0) != 0
-            return _sequence(_text("["), items if needs_one else _optional(items), _text("]"))
+            inner = items if needs_one else _optional(items)
+            return _shared(self._definitions, _sequence(_text("["), inner, _text("]")))
         if kind == "object" and schema.get("properties"):
             inner = self.arguments(CallableTool(self._tool.name, dict(schema)))
-            return _sequence(_text("{"), inner, _text("}"))
+            return _shared(self._definitions, _sequence(_text("{"), inner, _text("}")))
         return self._values.get(kind if isinstance(kind, str) else "any", self._values["any"])
 
     def _literal(self, name: str, value: Any) -> str:
