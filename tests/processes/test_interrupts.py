@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import pytest
 
@@ -126,3 +127,41 @@ def test_p32_an_interrupted_add_leaves_nothing(
                 assert engine.output_processor.external_req_ids == {}
             assert alarm.num_fired > 30
         assert engine.reset_prefix_cache(), "no block is in use"
+
+
+def test_p32_generate_interrupted_at_any_call(make_args: MakeArgs) -> None:
+    """Where Python looks for Ctrl-C: at the beginning of each function of the package, in turn."""
+    prompts = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [8, 9]}]
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    engine = LLMEngine.from_engine_args(make_args(), enable_multiprocessing=False)
+    with LLM.from_engine(engine) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        is_interrupted, position = True, 0
+        while is_interrupted:
+            position += 1
+            is_interrupted = interrupted_at_call(position, lambda: llm.generate(prompts, params))
+            assert engine.get_num_unfinished_requests() == 0, f"call {position}"
+            outputs = llm.generate(prompts, params)
+            assert [o.outputs[0].token_ids for o in outputs] == expected, f"call {position}"
+        assert position > 50
+        assert llm.reset_prefix_cache(), "no block is in use"
+
+
+def interrupted_at_call(position: int, function: Callable[[], object]) -> bool:
+    """Run ``function`` with an interrupt at the beginning of a call; False if there are fewer."""
+    calls = itertools.count(1)
+
+    def trace(frame: FrameType, event: str, argument: object) -> None:
+        is_shell = "/tellin/entrypoints/" in frame.f_code.co_filename
+        if is_shell and next(calls) == position:
+            raise KeyboardInterrupt
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(previous)
+    return False

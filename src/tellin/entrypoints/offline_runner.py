@@ -72,8 +72,12 @@ class OfflineRunner:
         """Outputs in the order of the prompts."""
         items = [Item(prompt) for prompt in prompts]
         inbox = Inbox()
-        self.submit(items, render, params, options, inbox)
-        return self.collect(items, inbox, options)
+        try:
+            self.submit(items, render, params, options, inbox)
+            return self.collect(items, inbox, options)
+        except BaseException:  # Ctrl-C may also come between the two
+            self._abort(inbox, set())
+            raise
 
     def submit(
         self,
@@ -137,6 +141,13 @@ class OfflineRunner:
         Raises:
             TellinError: with ``raise``, that of the first request that failed; nothing is left.
         """
+        try:
+            return self._collect(items, inbox, options)
+        except BaseException:
+            self._abort(inbox, set())
+            raise
+
+    def _collect(self, items: Sequence[Item], inbox: Inbox, options: RunOptions) -> list[Output]:
         by_id = {item.handle.external_id: item for item in items if item.handle is not None}
         bar = GenerationBar(self._num_sequences(by_id), options.use_tqdm)
         num_open = len(by_id)
@@ -151,9 +162,6 @@ class OfflineRunner:
                 by_id[output.request_id].output = output
                 num_open -= 1
                 bar.update(output)
-        except BaseException:
-            self._abort(inbox, set())
-            raise
         finally:
             bar.close()
         return [cast("Output", item.output) for item in items]
