@@ -288,18 +288,21 @@ class OutputProcessor:
             self._on_finished(state, finished, finish_reason)
 
     def _free(self, state: RequestState) -> None:
-        """Forget a request, the table of states last: an interrupted call can be repeated."""
-        request_id = state.request_id
-        siblings = self.external_req_ids.get(state.external_req_id, [])
-        if request_id in siblings:
-            siblings.remove(request_id)
-        if not siblings:
-            self.external_req_ids.pop(state.external_req_id, None)
-        if state.parent is not None and not state.parent.child_requests:
-            self.parent_requests.pop(state.parent.request_id, None)
+        """Forget a request: all of it or, if Ctrl-C comes, nothing, so that it can be repeated."""
+        request_id, external_id, parent = state.request_id, state.external_req_id, state.parent
         if state.lora_name is not None:
             self._lora_states.finish(state.lora_name, request_id)
-        self.request_states.pop(request_id, None)
+        siblings = [i for i in self.external_req_ids.get(external_id, ()) if i != request_id]
+        # No calls from here on: Python looks for signals when a function is called or returns.
+        if siblings:
+            self.external_req_ids[external_id] = siblings
+        elif external_id in self.external_req_ids:
+            del self.external_req_ids[external_id]
+        is_last = parent is not None and not parent.child_requests
+        if parent is not None and is_last and parent.request_id in self.parent_requests:
+            del self.parent_requests[parent.request_id]
+        if request_id in self.request_states:
+            del self.request_states[request_id]
 
 
 def _request_failure(output: EngineCoreOutput) -> TellinError:
