@@ -233,8 +233,8 @@ def busy_neighbour(wanted: bool) -> Iterator[None]:
         yield
         return
     core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else None
-    code = f"import os\nif {core} is not None: os.sched_setaffinity(0, [{core}])\nwhile True: pass"
-    process = subprocess.Popen([sys.executable, "-c", code])
+    pin = "" if core is None else f"import os; os.sched_setaffinity(0, [{core}])\n"
+    process = subprocess.Popen([sys.executable, "-c", f"{pin}while True: pass"])
     try:
         yield
     finally:
