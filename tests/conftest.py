@@ -8,6 +8,7 @@ file. The scheduler's invariants are checked after every step of every engine th
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ def pulled(name: str) -> Path:
     from tellin.settings import Settings
 
     return resolve_model(name, Settings.from_environ(), download=True)
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C, and so would the programs that tests send it to."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
