@@ -30,7 +30,7 @@ using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Spans = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>, nb::c_contig>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
+using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
 using TensorTuple = std::tuple<int, Bytes, int64_t, int64_t>;  // type, bytes, rows, columns
 using LoraTuple = std::tuple<int, TensorTuple, TensorTuple>;   // site, A, B
 using PartTuple = std::tuple<int, int, int>;                   // weight, bias, out
@@ -162,6 +162,13 @@ class BoundProgram {
     return to_numpy(program.hidden());
   }
 
+  std::optional<Rows> block_maxima() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const RowsView maxima = program.block_maxima();
+    if (maxima.width == 0) return std::nullopt;
+    return to_numpy(maxima);
+  }
+
   void set_profile(bool enabled) {
     const std::lock_guard<std::mutex> lock(mutex);
     program.set_profile(enabled);
@@ -191,7 +198,8 @@ class BoundProgram {
     const nb::capsule capsule(
         owner.get(), [](void* p) noexcept { delete static_cast<std::shared_ptr<MappedMemory>*>(p); });
     owner.release();
-    return Rows(view.data, {static_cast<size_t>(view.rows), static_cast<size_t>(view.width)}, capsule);
+    return Rows(view.data, {static_cast<size_t>(view.rows), static_cast<size_t>(view.width)}, capsule,
+                {view.stride, 1});
   }
 
   std::vector<Bytes> arrays_;  // of weights and tables
@@ -331,6 +339,7 @@ void bind_runtime(nb::module_& m) {
            "query_start_loc"_a.noconvert(), "seq_lens"_a.noconvert(), "block_table"_a.noconvert(),
            "logits_indices"_a.noconvert(), "adapter_slots"_a.noconvert() = nb::none())
       .def("hidden", &BoundProgram::hidden)
+      .def("block_maxima", &BoundProgram::block_maxima)
       .def("set_profile", &BoundProgram::set_profile, "enabled"_a)
       .def("profile", [](BoundProgram& p) { return p.program.profile(); })
       .def_prop_ro("num_stages", [](BoundProgram& p) { return p.program.num_stages(); })

@@ -90,13 +90,31 @@ void check_rows(const Sampler& sampler, const Rows<float>& logits, const Column<
   }
 }
 
+// Block maxima of rows of logits: where each row's begin, and how far apart.
+struct Maxima {
+  const float* data = nullptr;
+  int64_t stride = 0;
+};
+
+template <typename Logits>
+Maxima checked_maxima(const Sampler& sampler, const Logits& logits,
+                      const std::optional<Rows<const float>>& maxima) {
+  if (!maxima) return {};
+  require_rows(*maxima, "rows of maxima must be contiguous");
+  const int64_t blocks = (sampler.num_ids() + kSampleBlock - 1) / kSampleBlock;
+  require(maxima->shape(0) == logits.shape(0) && static_cast<int64_t>(maxima->shape(1)) >= blocks,
+          "maxima must have a row per row of logits, and an entry per block");
+  return {maxima->data(), maxima->stride(0)};
+}
+
 void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots,
             Column<const int32_t> logits_rows, Column<const int32_t> history_lens,
             Column<const int32_t> prompt_lens, Rows<const int32_t> history, Column<int32_t> tokens,
             Column<int32_t> status, int32_t stages, std::optional<Rows<const int32_t>> bitmask,
             std::optional<Column<const int32_t>> bitmask_rows, std::optional<Rows<const float>> raw,
             std::optional<Column<const int32_t>> raw_rows, std::optional<Rows<int32_t>> logprob_ids,
-            std::optional<Rows<float>> logprobs, std::optional<Column<int32_t>> ranks, ThreadTeam* team) {
+            std::optional<Rows<float>> logprobs, std::optional<Column<int32_t>> ranks, ThreadTeam* team,
+            std::optional<Rows<const float>> maxima) {
   const size_t n = slots.shape(0);
   check_rows(sampler, logits, slots, logits_rows, history_lens, prompt_lens, history);
   require(tokens.shape(0) == n && status.shape(0) == n, "tokens and status must have one entry per row");
@@ -135,6 +153,9 @@ void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots,
     batch.raw_stride = raw->stride(0);
     batch.raw_rows = raw_rows->data();
   }
+  const Maxima known = checked_maxima(sampler, logits, maxima);
+  batch.maxima = known.data;
+  batch.maxima_stride = known.stride;
   if (logprob_ids) {
     require(logprobs.has_value() && ranks.has_value(), "logprob_ids needs logprobs and ranks");
     require(logprob_ids->shape(0) == n && logprobs->shape(0) == n && ranks->shape(0) == n &&
@@ -157,7 +178,7 @@ void sample(Sampler& sampler, Rows<float> logits, Column<const int32_t> slots,
 
 void prompt_logprobs(Sampler& sampler, Rows<const float> logits, Column<const int32_t> ids, int64_t k,
                      Rows<int32_t> out_ids, Rows<float> out_values, Column<int32_t> ranks,
-                     Column<int32_t> status, ThreadTeam* team) {
+                     Column<int32_t> status, ThreadTeam* team, std::optional<Rows<const float>> maxima) {
   const size_t n = ids.shape(0);
   require_rows(logits, "rows of logits must be contiguous");
   require_rows(out_ids, "rows of out_ids must be contiguous");
@@ -173,10 +194,11 @@ void prompt_logprobs(Sampler& sampler, Rows<const float> logits, Column<const in
               out_ids.stride(0) == out_values.stride(0),
           "the output arrays must have k + 1 columns");
   require_below(ids, 0, sampler.num_ids(), "an id is out of range");
+  const Maxima known = checked_maxima(sampler, logits, maxima);
   nb::gil_scoped_release release;
-  sampler.prompt_logprobs(logits.data(), logits.stride(0), static_cast<int64_t>(n), ids.data(), k,
-                          out_ids.data(), out_values.data(), out_ids.stride(0), ranks.data(), status.data(),
-                          team);
+  sampler.prompt_logprobs(logits.data(), logits.stride(0), known.data, known.stride, static_cast<int64_t>(n),
+                          ids.data(), k, out_ids.data(), out_values.data(), out_ids.stride(0), ranks.data(),
+                          status.data(), team);
 }
 
 }  // namespace
@@ -204,10 +226,10 @@ void bind_sampler(nb::module_& m) {
            nb::arg("bitmask_rows").none() = nb::none(), nb::arg("raw").none() = nb::none(),
            nb::arg("raw_rows").none() = nb::none(), nb::arg("logprob_ids").none() = nb::none(),
            nb::arg("logprobs").none() = nb::none(), nb::arg("ranks").none() = nb::none(),
-           nb::arg("team").none() = nb::none())
+           nb::arg("team").none() = nb::none(), nb::arg("maxima").none() = nb::none())
       .def("prompt_logprobs", &prompt_logprobs, nb::arg("logits"), nb::arg("ids"), nb::arg("k"),
            nb::arg("out_ids"), nb::arg("out_values"), nb::arg("ranks"), nb::arg("status"),
-           nb::arg("team").none() = nb::none())
+           nb::arg("team").none() = nb::none(), nb::arg("maxima").none() = nb::none())
       .def("num_logprob_columns", &Sampler::num_logprob_columns, nb::arg("slot"))
       .def_prop_ro("isa", [](const Sampler& self) { return self.kernels().isa; })
       .def_prop_ro("num_ids", &Sampler::num_ids);

@@ -24,6 +24,7 @@ constexpr int64_t kTasksLeft = 2;  // a task is at most this part of what is lef
 // Integer kernels walk two groups side by side; their outputs are a block of the next layer's activations.
 constexpr int64_t kIntGroups = 2;
 static_assert(kIntGroups * kGroupRows % kActBlock == 0 && kGroupsPerTask % kIntGroups == 0);
+static_assert(kGroupsPerTask * kGroupRows % kSampleBlock == 0);
 
 int64_t divide_up(int64_t value, int64_t divisor) {
   return (value + divisor - 1) / divisor;
@@ -63,12 +64,15 @@ LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buf
 
 // Members' shares of a small batch: equal bytes of weights, cut into tasks.
 void LinearStage::cut_shares() {
+  small_chunks_.clear();
+  small_shares_.clear();
   int64_t total = 0;
   for (const LinearPart& part : parts_) total += group_bytes(part) * part.weight->num_groups;
   int64_t done = 0;
   for (size_t i = 0; i < parts_.size(); ++i) {
     const int64_t num_groups = parts_[i].weight->num_groups;
-    const int64_t grain = parts_[i].precision == ActPrecision::kFloat32 ? kGroupsPerTask : kIntGroups;
+    const bool whole_blocks = finds_maxima_ || parts_[i].precision == ActPrecision::kFloat32;
+    const int64_t grain = whole_blocks ? kGroupsPerTask : kIntGroups;
     const auto matrix_bytes = static_cast<int64_t>(parts_[i].weight->group_bytes);
     for (int64_t begin = 0; begin < num_groups;) {
       // Member m has what begins in [total * m / n, total * (m + 1) / n).
@@ -150,6 +154,15 @@ void LinearStage::run(int64_t task, int member) noexcept {
     product(part.precision, *part.weight, m0, m1, chunk, part.out->base, part.out->stride);
   }
   finish(part, m0, m1, column, count, scratch);
+  if (finds_maxima_) note_maxima(*part.out, m0, m1, column, count);
+}
+
+// The tile was just written: it is in cache. Tasks begin at whole blocks.
+void LinearStage::note_maxima(const Buffer& out, int64_t m0, int64_t m1, int64_t column,
+                              int64_t count) const {
+  const Buffer::Maxima& maxima = out.maxima;
+  kernels_.sampling->tile_max(out.row(m0) + column, out.stride, m1 - m0, count,
+                              maxima.base + m0 * maxima.stride + column / kSampleBlock, maxima.stride);
 }
 
 // What follows the products of columns [column, column + count).
@@ -180,6 +193,13 @@ void LinearStage::finish(const LinearPart& part, int64_t m0, int64_t m1, int64_t
 bool LinearStage::quantize_output(const Buffer& out, ActPrecision precision) {
   if (parts_.size() != 1 || parts_[0].out != &out || out.width % kActBlock != 0) return false;
   output_precisions_.push_back(precision);
+  return true;
+}
+
+bool LinearStage::find_maxima(Buffer& out) {
+  if (parts_.size() != 1 || parts_[0].out != &out) return false;
+  finds_maxima_ = true;
+  cut_shares();
   return true;
 }
 

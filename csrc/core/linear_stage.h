@@ -30,6 +30,7 @@ class LinearStage final : public Stage {
   const int64_t* shares() const noexcept override;
   void run(int64_t task, int member) noexcept override;
   bool quantize_output(const Buffer& out, ActPrecision precision) override;
+  bool find_maxima(Buffer& out) override;
 
  private:
   struct Chunk {
@@ -37,6 +38,7 @@ class LinearStage final : public Stage {
     int32_t begin, end;  // groups
   };
   void cut_shares();
+  void note_maxima(const Buffer& out, int64_t m0, int64_t m1, int64_t column, int64_t count) const;
   void finish(const LinearPart& part, int64_t m0, int64_t m1, int64_t column, int64_t count,
               float* scratch) const;
   void product(ActPrecision precision, const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk,
@@ -46,7 +48,8 @@ class LinearStage final : public Stage {
   const int num_threads_;
   const Buffer* x_;
   const std::vector<LinearPart> parts_;
-  std::vector<ActPrecision> output_precisions_;     // in which the output is quantised
+  std::vector<ActPrecision> output_precisions_;  // in which the output is quantised
+  bool finds_maxima_ = false;
   std::vector<Chunk> small_chunks_, large_chunks_;  // for few rows, for many
   std::vector<int64_t> small_shares_;  // of small_chunks_: where each member's begin, and the end
   const std::vector<Chunk>* chunks_ = nullptr;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -20,6 +21,12 @@ constexpr int64_t kPackBytes = 256 << 10;  // of packed weights per task of pack
 int64_t row_stride(int64_t width) {
   const int64_t stride = (width + 15) / 16 * 16;
   return stride % 1024 == 0 ? stride + 16 : stride;
+}
+
+// Many rows apart by an odd number of cache lines spread over all sets of a cache: a tile of logits stays in
+// it.
+int64_t odd_lines(int64_t width) {
+  return ((width + 15) / 16 | 1) * 16;
 }
 
 const char* checked_isa(const LinearKernels* linear, const std::string& isa) {
@@ -86,8 +93,10 @@ Program::Program(const Options& options)
       state_(std::make_unique<State>()) {
   const LinearKernels* linear = linear_kernels(options.isa.empty() ? nullptr : options.isa.c_str());
   const char* isa = checked_isa(linear, options.isa);
-  state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa)};
-  require(state_->kernels.vector != nullptr && state_->kernels.attention != nullptr,
+  // AVX-VNNI differs from AVX2 in the linear kernels only.
+  const SamplingKernels* sampling = sampling_kernels(std::strcmp(isa, "avxvnni") == 0 ? "avx2" : isa);
+  state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa), sampling};
+  require(state_->kernels.vector != nullptr && state_->kernels.attention != nullptr && sampling != nullptr,
           "isa '" + std::string(isa) + "' has no row kernels in this build");
   require(options.num_threads >= 1 && options.num_threads <= ThreadTeam::kMaxThreads,
           "num_threads must be between 1 and " + std::to_string(ThreadTeam::kMaxThreads));
@@ -176,7 +185,14 @@ void Program::finalize(int output, int hidden, int64_t vocab_size) {
     buffer.exported = true;
     buffer.stride = buffer.width;
   }
-  state.buffer(output);
+  Buffer& logits = state.buffer(output);
+  if (logits.rows == RowKind::kLogits) {
+    logits.stride = odd_lines(logits.width);
+    if (state.stages.back().stage->find_maxima(logits)) {
+      logits.maxima.blocks = (logits.width + kSampleBlock - 1) / kSampleBlock;
+      logits.maxima.stride = odd_lines(logits.maxima.blocks);
+    }
+  }
   output_ = output;
   hidden_ = hidden;
   state.vocab_size = vocab_size;

@@ -34,7 +34,13 @@ void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels) {
   if (rows > buffer.capacity) {
     const int64_t capacity = std::max(rows, std::min(2 * buffer.capacity, kPassRows));
     const auto bytes = static_cast<size_t>(capacity * buffer.stride) * sizeof(float);
-    buffer.memory = std::make_shared<MappedMemory>(bytes, /*huge_pages=*/false);
+    buffer.memory = std::make_shared<MappedMemory>(bytes, /*huge_pages=*/buffer.exported);
+    const Buffer::Maxima& maxima = buffer.maxima;
+    if (maxima.blocks > 0) {
+      buffer.maxima.memory = std::make_shared<MappedMemory>(
+          static_cast<size_t>(capacity * maxima.stride) * sizeof(float), /*huge_pages=*/false);
+      buffer.maxima.base = reinterpret_cast<float*>(maxima.memory->data());
+    }
     for (ActPrecision precision : {ActPrecision::kInt8, ActPrecision::kInt16}) {
       Buffer::Quantized& quantized = buffer.quantized(precision);
       if (!quantized.used) continue;
@@ -279,7 +285,13 @@ RowsView Program::view(int id) const {
   const Buffer& buffer = state_->buffer(id);
   require(buffer.memory != nullptr && state_->num_tokens >= 0, "no step has run yet");
   const int64_t rows = buffer.rows == RowKind::kTokens ? state_->num_tokens : state_->num_logits;
-  return {buffer.memory, reinterpret_cast<float*>(buffer.memory->data()), rows, buffer.width};
+  return {buffer.memory, reinterpret_cast<float*>(buffer.memory->data()), rows, buffer.width, buffer.stride};
+}
+
+RowsView Program::block_maxima() const {
+  RowsView rows = output();
+  const Buffer::Maxima& maxima = state_->buffer(output_).maxima;
+  return {maxima.memory, maxima.base, rows.rows, maxima.blocks, maxima.stride};
 }
 
 }  // namespace tellin

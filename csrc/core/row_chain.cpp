@@ -40,6 +40,8 @@ const char* name(RowOp::Kind kind) {
       return "softcap";
     case RowOp::Kind::kQuantize:
       return "quantize";
+    case RowOp::Kind::kBlockMax:
+      return "block_max";
   }
   return "";
 }
@@ -75,6 +77,16 @@ void RowChain::run(int64_t task, int) noexcept {
   for (int64_t row = task * rows_per_task_; row < end; ++row) {
     for (const RowOp& op : ops_) run_op(op, row);
   }
+}
+
+bool RowChain::find_maxima(Buffer& out) {
+  const auto writes = [&out](const RowOp& op) { return (op.out != nullptr ? op.out : op.x) == &out; };
+  if (out.rows != rows_ || std::none_of(ops_.begin(), ops_.end(), writes)) return false;
+  RowOp op{};
+  op.kind = RowOp::Kind::kBlockMax;
+  op.x = &out;
+  append(op);
+  return true;
 }
 
 void RowChain::run_op(const RowOp& op, int64_t row) const {
@@ -136,6 +148,11 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
     case RowOp::Kind::kQuantize:
       return kernels_.linear->quantize_row(op.precision, op.x->row(row), op.x->width, row,
                                            op.x->quantized(op.precision).rows);
+    case RowOp::Kind::kBlockMax: {
+      const Buffer::Maxima& maxima = op.x->maxima;
+      kernels_.sampling->block_max(op.x->row(row), op.x->width, maxima.base + row * maxima.stride);
+      return;
+    }
   }
 }
 

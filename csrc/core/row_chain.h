@@ -26,6 +26,7 @@ struct RowOp {
     kScale,       // x *= factor
     kSoftcap,     // x = factor * tanh(x / factor)
     kQuantize,    // quantised rows of x
+    kBlockMax,    // maxima of x
   };
   Kind kind;
   Buffer* x = nullptr;
@@ -59,6 +60,7 @@ class RowChain final : public Stage {
   std::string kind() const override;
   int64_t prepare(const Pass& pass) noexcept override;
   void run(int64_t task, int member) noexcept override;
+  bool find_maxima(Buffer& out) override;
 
  private:
   void run_op(const RowOp& op, int64_t row) const;

@@ -15,6 +15,7 @@ namespace tellin {
 namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
+constexpr float kPosInf = std::numeric_limits<float>::infinity();
 constexpr int64_t kMinTeamEntries = 1 << 20;  // about 0.1 ms of work on one core
 constexpr uint32_t kAdjusted = 0x80000000u;   // mark in the counts: the repetition penalty is applied
 
@@ -84,6 +85,20 @@ bool has_penalties(const SlotParams& p) {
   return p.repetition_penalty != 1.0f || p.frequency_penalty != 0.0f || p.presence_penalty != 0.0f;
 }
 
+// Block maxima of the first n entries of a row: those the caller knows, but for a block that ends elsewhere,
+// or if it has none, those found now.
+void find_maxima(const SamplingKernels& kernels, const float* x, int64_t n, const float* known,
+                 std::vector<float>& maxima) {
+  maxima.resize(static_cast<size_t>(num_sample_blocks(n)));
+  if (known == nullptr) {
+    kernels.block_max(x, n, maxima.data());
+    return;
+  }
+  std::copy(known, known + maxima.size(), maxima.begin());
+  const int64_t rest = n % kSampleBlock;
+  if (rest != 0) kernels.block_max(x + n - rest, rest, &maxima.back());
+}
+
 bool is_raw(LogprobsMode mode) {
   return mode == LogprobsMode::kRawLogprobs || mode == LogprobsMode::kRawLogits;
 }
@@ -143,7 +158,8 @@ class RowRun {
     prompt_len_ = batch.prompt_lens[row];
     history_len_ = batch.history_lens[row];
     if (batch.logprob_ids != nullptr) columns_ = columns;
-    scratch_.maxima.resize(static_cast<size_t>(num_sample_blocks(n)));
+    scratch_.is_touched.resize(static_cast<size_t>(num_sample_blocks(n)), 0);
+    forget_touched();
   }
 
   void run() {
@@ -151,17 +167,44 @@ class RowRun {
     if ((batch_.stages & kStagePenalties) != 0 && has_penalties(params_)) {
       keep_raw();
       penalize(x_, n_, params_, history_, prompt_len_, history_len_, scratch_.counts);
-      maxima_valid_ = false;
+      for (int64_t i = 0; i < history_len_; ++i) touch(history_[i]);
     }
     if ((batch_.stages & kStageScale) != 0) scale();
     if ((batch_.stages & kStageFinish) != 0) finish();
   }
 
  private:
-  // Whether an entry is NaN or +infinity; also leaves the maxima up to date.
+  // Brings the maxima up to date. Returns false if an entry is NaN or +infinity.
   bool refresh_maxima() {
-    maxima_valid_ = true;
-    return kernels_.block_max(x_, n_, scratch_.maxima.data());
+    const size_t many = scratch_.is_touched.size() / 8;  // to be found one by one
+    if (!maxima_valid_ || scratch_.touched.size() > many) {
+      find_maxima(kernels_, x_, n_, nullptr, scratch_.maxima);
+      maxima_valid_ = true;
+    } else {
+      for (const int32_t block : scratch_.touched) {
+        const int64_t begin = block * kSampleBlock;
+        kernels_.block_max(x_ + begin, std::min(kSampleBlock, n_ - begin),
+                           &scratch_.maxima[static_cast<size_t>(block)]);
+      }
+    }
+    forget_touched();
+    return max_of_maxima(kernels_, scratch_.maxima.data(), n_) < kPosInf;
+  }
+
+  // Entry `id` was changed.
+  void touch(int32_t id) {
+    if (!maxima_valid_ || !is_id(id, n_)) return;
+    const int32_t block = id / static_cast<int32_t>(kSampleBlock);
+    if (scratch_.is_touched[static_cast<size_t>(block)] != 0) return;
+    scratch_.is_touched[static_cast<size_t>(block)] = 1;
+    scratch_.touched.push_back(block);
+  }
+  void touch(const std::vector<int32_t>& ids) {
+    for (const int32_t id : ids) touch(id);
+  }
+  void forget_touched() {
+    for (const int32_t block : scratch_.touched) scratch_.is_touched[static_cast<size_t>(block)] = 0;
+    scratch_.touched.clear();
   }
 
   // Copies the row for raw log-probabilities before its first change, unless the caller did.
@@ -169,10 +212,19 @@ class RowRun {
     if (columns_ == 0 || !is_raw(mode_) || raw_kept_ || (batch_.stages & kStageFinish) == 0) return;
     if (batch_.raw != nullptr && batch_.raw_rows[row_] >= 0) return;
     scratch_.raw.assign(x_, x_ + n_);
+    if (maxima_valid_) {
+      scratch_.raw_maxima = scratch_.maxima;
+    } else {
+      find_maxima(kernels_, x_, n_, nullptr, scratch_.raw_maxima);
+    }
     raw_kept_ = true;
   }
 
   bool apply_masks() {
+    const float* known =
+        batch_.maxima == nullptr ? nullptr : batch_.maxima + batch_.logits_rows[row_] * batch_.maxima_stride;
+    find_maxima(kernels_, x_, n_, known, scratch_.maxima);
+    maxima_valid_ = true;
     if (!refresh_maxima()) {
       batch_.status[row_] = kRowNotFinite;
       return false;
@@ -185,12 +237,15 @@ class RowRun {
       return true;
     }
     keep_raw();
-    maxima_valid_ = false;
+    maxima_valid_ = mask_row < 0 && !params_.has_allowed_ids;
     if (mask_row >= 0) kernels_.apply_bitmask(x_, n_, batch_.bitmask + mask_row * batch_.bitmask_stride);
     if (params_.has_allowed_ids) keep_allowed(x_, n_, params_.allowed_ids);
     forbid_bad_words(x_, n_, params_.bad_words, history_ + prompt_len_, num_outputs);
     if (below_min_tokens) forbid(x_, n_, params_.stop_ids);
     add_bias(x_, n_, params_);
+    for (const std::vector<int32_t>& word : params_.bad_words) touch(word.back());
+    if (below_min_tokens) touch(params_.stop_ids);
+    touch(params_.bias_ids);
     return true;
   }
 
@@ -211,7 +266,7 @@ class RowRun {
   }
 
   void finish() {
-    if (!maxima_valid_ && !refresh_maxima()) {
+    if (!refresh_maxima()) {
       batch_.status[row_] = kRowNotFinite;
       return;
     }
@@ -270,9 +325,8 @@ class RowRun {
     if (from_caller) {
       const float* raw = batch_.raw + batch_.raw_rows[row_] * batch_.raw_stride;
       scratch_.raw.assign(raw, raw + n_);
+      find_maxima(kernels_, raw, n_, nullptr, scratch_.raw_maxima);
     }
-    scratch_.raw_maxima.resize(scratch_.maxima.size());
-    kernels_.block_max(scratch_.raw.data(), n_, scratch_.raw_maxima.data());
     const float max = max_of_maxima(kernels_, scratch_.raw_maxima.data(), n_);
     return {&kernels_, scratch_.raw.data(), n_, scratch_.raw_maxima.data(), max, 1.0f};
   }
@@ -346,19 +400,21 @@ void Sampler::run_row(const SampleBatch& batch, int64_t row, SamplerScratch& scr
       .run();
 }
 
-void Sampler::prompt_logprobs(const float* logits, int64_t stride, int64_t num_rows, const int32_t* ids,
-                              int64_t k, int32_t* out_ids, float* out_values, int64_t out_stride,
-                              int32_t* ranks, int32_t* status, ThreadTeam* team) {
+void Sampler::prompt_logprobs(const float* logits, int64_t stride, const float* maxima, int64_t maxima_stride,
+                              int64_t num_rows, const int32_t* ids, int64_t k, int32_t* out_ids,
+                              float* out_values, int64_t out_stride, int32_t* ranks, int32_t* status,
+                              ThreadTeam* team) {
   for_each_row(num_rows, team, [&](int64_t i, SamplerScratch& scratch) {
-    scratch.maxima.resize(static_cast<size_t>(num_sample_blocks(num_ids_)));
-    scratch.masses.resize(scratch.maxima.size());
     // The row is only read: LogitsRow is shared with code that writes.
     float* x = const_cast<float*>(logits + i * stride);
-    if (!kernels_->block_max(x, num_ids_, scratch.maxima.data())) {
+    const float* known = maxima == nullptr ? nullptr : maxima + i * maxima_stride;
+    find_maxima(*kernels_, x, num_ids_, known, scratch.maxima);
+    scratch.masses.resize(scratch.maxima.size());
+    const float max = max_of_maxima(*kernels_, scratch.maxima.data(), num_ids_);
+    if (max == kPosInf) {
       status[i] = kRowNotFinite;
       return;
     }
-    const float max = max_of_maxima(*kernels_, scratch.maxima.data(), num_ids_);
     if (max == kNegInf) {
       status[i] = kRowNothingLeft;
       return;

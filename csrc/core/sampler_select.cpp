@@ -436,7 +436,7 @@ float max_of_maxima(const SamplingKernels& kernels, const float* maxima, int64_t
 int32_t argmax(const LogitsRow& row) {
   int64_t i = 0;
   while (row.maxima[i / kSampleBlock] != row.max) i += kSampleBlock;
-  while (row.x[i] != row.max) ++i;
+  while (i < row.n - 1 && row.x[i] != row.max) ++i;
   return static_cast<int32_t>(i);
 }
 

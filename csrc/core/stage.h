@@ -8,6 +8,7 @@
 
 #include "tellin/linear.h"
 #include "tellin/mapped_memory.h"
+#include "tellin/sampling_kernels.h"
 #include "tellin/vector_kernels.h"
 
 namespace tellin {
@@ -31,6 +32,14 @@ struct Buffer {
     QuantizedRows rows{nullptr, 0};
   };
   Quantized int8, int16;
+  // Largest entry of every block of kSampleBlock values, for the sampler (see SamplingKernels::block_max).
+  struct Maxima {
+    int64_t blocks = 0;  // of a row; 0 = not wanted
+    int64_t stride = 0;
+    std::shared_ptr<MappedMemory> memory;
+    float* base = nullptr;
+  };
+  Maxima maxima;
 
   float* row(int64_t r) const { return base + r * stride; }
   Quantized& quantized(ActPrecision precision) { return precision == ActPrecision::kInt8 ? int8 : int16; }
@@ -75,6 +84,7 @@ struct KernelTables {
   const LinearKernels* linear;
   const VectorKernels* vector;
   const AttentionKernels* attention;
+  const SamplingKernels* sampling;
 };
 
 // Quantises columns of a row for those who read it.
@@ -98,6 +108,8 @@ class Stage {
   virtual void run(int64_t task, int member) noexcept = 0;
   // While building: from now on the stage also quantises what it writes to `out`, if it can.
   virtual bool quantize_output(const Buffer&, ActPrecision) { return false; }
+  // While building: from now on the stage, the last to write to `out`, also fills its maxima, if it can.
+  virtual bool find_maxima(Buffer& /*out*/) { return false; }
 };
 
 }  // namespace tellin

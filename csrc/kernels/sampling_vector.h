@@ -168,33 +168,130 @@ TELLIN_INLINE void pad_block(const float* x, int64_t n, float* block) {
   for (int64_t i = 0; i < kSampleBlock; ++i) block[i] = i < n ? x[i] : kNegInf;
 }
 
-TELLIN_INLINE float max_of_block(const float* x, IntVec& good) {
-  FloatVec best;
-  load(x, best);
-  good &= best < kPosInf;  // false for NaN and for +infinity
-  for (int64_t i = kLanes; i < kSampleBlock; i += kLanes) {
-    FloatVec v;
-    load(x + i, v);
-    good &= v < kPosInf;
-    best = v > best ? v : best;
+// Largest entry of one full block.
+TELLIN_INLINE float max_of_block(const float* x) {
+  float best = kNegInf;
+  for (int64_t i = 0; i < kSampleBlock; ++i) {
+    if (!(x[i] < kPosInf)) return kPosInf;
+    best = x[i] > best ? x[i] : best;
   }
-  float out = best[0];
-  for (int64_t i = 1; i < kLanes; ++i) out = best[i] > out ? best[i] : out;
-  return out;
+  return best;
 }
 
+// Entries of a and b, which is counted on from a, in the order of the indices.
+#if defined(__clang__)
+#define TELLIN_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else  // GCC has the former from version 12 on
+#define TELLIN_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+// a's first half, b's first half, ... in turns, the larger of them and their second halves.
+TELLIN_INLINE void max_of_halves(const FloatVec& a, const FloatVec& b, FloatVec& out) {
+#if TELLIN_SAMPLING_WIDTH == 16
+  const FloatVec first = TELLIN_SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const FloatVec second = TELLIN_SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+#elif TELLIN_SAMPLING_WIDTH == 8
+  const FloatVec first = TELLIN_SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+  const FloatVec second = TELLIN_SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+#else
+  const FloatVec first = TELLIN_SHUFFLE(a, b, 0, 4, 1, 5);
+  const FloatVec second = TELLIN_SHUFFLE(a, b, 2, 6, 3, 7);
+#endif
+  out = first > second ? first : second;
+}
+
+// Largest entries of kLanes full blocks, `stride` entries apart; of `count` of them if those are fewer.
+// Fetches what lies `ahead` entries behind.
+TELLIN_INLINE void max_of_blocks(const float* x, int64_t stride, int64_t count, int64_t ahead,
+                                 FloatVec& maxima) {
+  constexpr int64_t kVecs = kSampleBlock / kLanes;
+  FloatVec best[kLanes], sums[4] = {};
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kLanes; ++i) {
+    const float* block = x + (i < count ? i : 0) * stride;
+    if (ahead > 0) {
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < kSampleBlock; j += 16) __builtin_prefetch(block + ahead + j);
+    }
+    FloatVec v[kVecs];
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < kVecs; ++j) {
+      load(block + j * kLanes, v[j]);
+      sums[j % 4] += v[j];
+    }
+#pragma GCC unroll 4
+    for (int64_t half = kVecs / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+      for (int64_t j = 0; j < half; ++j) v[j] = v[j] > v[j + half] ? v[j] : v[j + half];
+    }
+    best[i] = v[0];
+  }
+#pragma GCC unroll 4
+  for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < half; ++i) max_of_halves(best[i], best[i + half], best[i]);
+  }
+  maxima = best[0];
+  // NaN and +infinity survive addition, unless finite entries overflow or -infinity makes it NaN: then the
+  // blocks are looked at one by one.
+  const IntVec good = (sums[0] + sums[1]) + (sums[2] + sums[3]) < kPosInf;
+  int32_t all = -1;
+  for (int64_t i = 0; i < kLanes; ++i) all &= good[i];
+  if (__builtin_expect(all == 0, 0)) {
+    for (int64_t i = 0; i < kLanes; ++i) maxima[i] = max_of_block(x + (i < count ? i : 0) * stride);
+  }
+}
+
+constexpr int64_t kAhead = 1024;  // entries; the loads of a few blocks come in bursts
+
 bool block_max(const float* x, int64_t n, float* maxima) {
-  IntVec good = IntVec{} - 1;
   const int64_t full = n / kSampleBlock;
-  for (int64_t b = 0; b < full; ++b) maxima[b] = max_of_block(x + b * kSampleBlock, good);
+  FloatVec largest = FloatVec{} + kNegInf, found;
+  int64_t b = 0;
+  for (; b + kLanes <= full; b += kLanes) {
+    max_of_blocks(x + b * kSampleBlock, kSampleBlock, kLanes, kAhead, found);
+    store(maxima + b, found);
+    largest = found > largest ? found : largest;
+  }
+  float rest[kLanes];
+  if (b < full) {
+    max_of_blocks(x + b * kSampleBlock, kSampleBlock, full - b, 0, found);
+    largest = found > largest ? found : largest;
+    store(rest, found);
+    for (int64_t i = 0; b + i < full; ++i) maxima[b + i] = rest[i];
+  }
+  bool good = true;
   if (n % kSampleBlock != 0) {
     float block[kSampleBlock];
     pad_block(x + full * kSampleBlock, n % kSampleBlock, block);
-    maxima[full] = max_of_block(block, good);
+    maxima[full] = max_of_block(block);
+    good = maxima[full] < kPosInf;
   }
-  int32_t all = -1;
-  for (int64_t i = 0; i < kLanes; ++i) all &= good[i];
-  return all != 0;
+  for (int64_t i = 0; i < kLanes; ++i) good &= largest[i] < kPosInf;
+  return good;
+}
+
+void tile_max(const float* x, int64_t stride, int64_t rows, int64_t n, float* maxima, int64_t maxima_stride) {
+  float found[kLanes];
+  for (int64_t m = 0; m < rows; m += kLanes) {
+    const int64_t count = rows - m < kLanes ? rows - m : kLanes;
+    const float* tile = x + m * stride;
+    float* out = maxima + m * maxima_stride;
+    for (int64_t begin = 0; begin < n; begin += kSampleBlock, ++out) {
+      if (n - begin >= kSampleBlock) {
+        FloatVec v;
+        max_of_blocks(tile + begin, stride, count, 0, v);
+        store(found, v);
+      } else {
+        float block[kSampleBlock];
+        for (int64_t i = 0; i < count; ++i) {
+          pad_block(tile + i * stride + begin, n - begin, block);
+          found[i] = max_of_block(block);
+        }
+      }
+      for (int64_t i = 0; i < count; ++i) out[i * maxima_stride] = found[i];
+    }
+  }
 }
 
 uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
@@ -333,7 +430,8 @@ void divide(float* x, int64_t n, float divisor) {
 
 extern const SamplingKernels TELLIN_SAMPLING_TABLE;
 const SamplingKernels TELLIN_SAMPLING_TABLE = {
-    TELLIN_SAMPLING_ISA, block_max, block_mass, weights, list_entries, count_at_least, apply_bitmask, divide,
+    TELLIN_SAMPLING_ISA, block_max,      tile_max,      block_mass, weights,
+    list_entries,        count_at_least, apply_bitmask, divide,
 };
 
 }  // namespace tellin

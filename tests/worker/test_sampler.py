@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import hypothesis.strategies as st
 import numpy as np
@@ -38,6 +39,7 @@ def run(
     num_ids: int | None = None,
     masks: list[list[bool] | None] | None = None,
     isa: str | None = None,
+    with_maxima: bool = False,
 ) -> SampleResult:
     """Sample one row per entry of ``params``; the slots are spread out on purpose."""
     logits = np.array(logits, F)
@@ -62,8 +64,17 @@ def run(
         rows.bitmask_rows = np.array(
             [-1 if m is None else i for i, m in enumerate(masks)], np.int32
         )
+    if with_maxima:
+        rows.maxima = block_maxima(logits)
     columns = max(sampler.num_logprob_columns(s) for s in slots)
     return sampler.sample(logits, rows, num_logprob_columns=columns)
+
+
+def block_maxima(logits: np.ndarray) -> np.ndarray:
+    """What `NativeBackend.block_maxima` gives for these logits, and columns that are not read."""
+    finite = np.where(np.isnan(logits), np.inf, logits)
+    maxima = np.maximum.reduceat(finite, np.arange(0, logits.shape[1], 64), axis=1)
+    return np.pad(maxima, ((0, 0), (0, 3)), constant_values=np.nan).astype(F)
 
 
 def pack_mask(mask: list[bool]) -> np.ndarray:
@@ -148,8 +159,17 @@ def test_equals_oracle(case: tuple, mode: str) -> None:
     """3.6, 3.7.2: ids equal to the oracle's, log-probabilities within float32 rounding."""
     logits, params, prompt, output, key, mask = case
     expected = oracle.sample(logits, params, prompt, output, key, mode, mask)
-    result = run(logits[None], [params], [(prompt, output)], [key], mode, masks=[mask])
-    check(result, 0, expected)
+    for with_maxima in (False, True):
+        result = run(
+            logits[None],
+            [params],
+            [(prompt, output)],
+            [key],
+            mode,
+            masks=[mask],
+            with_maxima=with_maxima,
+        )
+        check(result, 0, expected)
 
 
 @settings(max_examples=60, deadline=None)
@@ -206,6 +226,50 @@ def test_all_variants_give_the_same_bits(isa: str) -> None:
     assert one.tokens.tolist() == best.tokens.tolist()
     assert one.logprob_ids.tolist() == best.logprob_ids.tolist()
     assert one.logprobs.tobytes() == best.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("isa", available_isas())
+@pytest.mark.parametrize("num_ids", [5003, 4992, 4990, 70])
+def test_known_maxima_do_not_change_bits(isa: str, num_ids: int) -> None:
+    """Ids, values and ranks are those of maxima found anew, whatever changes entries before."""
+    rng = np.random.default_rng(num_ids)
+    count = 60
+    logits = (rng.normal(size=(count, 5003)) * np.geomspace(0.01, 20, count)[:, None]).astype(F)
+    logits[::7, rng.integers(0, 5003, 900)] = -np.inf
+    logits[:, num_ids:] = np.nan  # ids that do not exist
+    params = [
+        SamplingParams(
+            temperature=[0.0, 0.7, 1.0][i % 3],
+            top_p=[1.0, 0.95][i % 2],
+            top_k=[0, 0, 40][i // 3 % 3],
+            repetition_penalty=[1.0, 1.4][i // 2 % 2],
+            presence_penalty=[0.0, 0.0, -2.0][i % 3],
+            min_tokens=[0, 9][i // 5 % 2],
+            max_tokens=16,
+            stop_token_ids=[int(logits[i, :num_ids].argmax())],
+            logit_bias=[None, {int(rng.integers(num_ids)): 30.0, num_ids + 7: 99.0}][i // 4 % 2],
+            allowed_token_ids=[None, None, None, [3, 64, 69]][i % 4],
+            logprobs=4,
+        )
+        for i in range(count)
+    ]
+    for p in params[::6]:
+        p.bad_words_token_ids = [[int(logits[0, :num_ids].argmax())], [1, 2]]
+    histories = [
+        (rng.integers(0, 5003, 3 * i).tolist(), rng.integers(0, 5003, i % 8).tolist())
+        for i in range(count)
+    ]
+    masks = [rng.integers(0, 2, 5003).tolist() if i % 5 == 0 else None for i in range(count)]
+    for mode in MODES:
+        one, two = (
+            run(logits, params, histories, None, mode, num_ids, masks, isa, with_maxima)
+            for with_maxima in (False, True)
+        )
+        assert one.status.tolist() == two.status.tolist()
+        kept = one.status == RowStatus.OK
+        assert kept.sum() > 40
+        for name in ("tokens", "logprob_ids", "logprobs", "ranks"):
+            assert getattr(one, name)[kept].tobytes() == getattr(two, name)[kept].tobytes(), name
 
 
 @pytest.mark.parametrize("num_threads", [2, 5])
@@ -413,8 +477,10 @@ def test_p30_contradicting_masks_are_an_error() -> None:
 def test_nan_and_infinity_end_the_row_alone(value: float, where: int) -> None:
     logits = np.zeros((2, 130), F)
     logits[0, where] = value
-    for params in (SamplingParams(temperature=0), SamplingParams()):
-        result = run(logits, [params, params])
+    for params, isa in product((SamplingParams(temperature=0), SamplingParams()), available_isas()):
+        result = run(logits, [params, params], isa=isa)
+        assert result.status.tolist() == [RowStatus.NOT_FINITE, RowStatus.OK]
+        result = run(logits, [params, params], isa=isa, with_maxima=True)
         assert result.status.tolist() == [RowStatus.NOT_FINITE, RowStatus.OK]
 
 
@@ -474,6 +540,10 @@ def test_prompt_logprobs_match_oracle() -> None:
     logits = (rng.normal(size=(9, 333)) * 4).astype(F)
     ids = rng.integers(0, 300, 9).astype(np.int32)
     result = Sampler(300).prompt_logprobs(logits, ids, 4)
+    again = Sampler(300).prompt_logprobs(logits, ids, 4, block_maxima(logits))
+    assert again.logprobs.tobytes() == result.logprobs.tobytes()
+    assert again.logprob_ids.tobytes() == result.logprob_ids.tobytes()
+    assert again.ranks.tolist() == result.ranks.tolist()
     for i in range(9):
         row = logits[i, :300]
         expected = oracle.log_softmax(row)
@@ -495,5 +565,8 @@ def test_bad_arrays_are_refused() -> None:
         rows = SampleRows(**{**vars(good), name: np.array([value], np.int32)})
         with pytest.raises(ValueError):
             sampler.sample(logits, rows)
+    for shape in [(2, 1), (0, 1), (1, 0)]:
+        with pytest.raises(ValueError, match="maxima"):
+            sampler.sample(logits, SampleRows(**{**vars(good), "maxima": np.zeros(shape, F)}))
     with pytest.raises(ValueError):
         sampler.sample(np.zeros((1, 9), F), good)

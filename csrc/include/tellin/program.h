@@ -70,7 +70,7 @@ struct StageSpan {
 struct RowsView {
   std::shared_ptr<MappedMemory> memory;
   float* data;
-  int64_t rows, width;
+  int64_t rows, width, stride;
 };
 
 class Program {
@@ -137,6 +137,9 @@ class Program {
 
   void forward(const StepInput& input);
   RowsView output() const { return view(output_); }
+  // Largest entries of the output's blocks of kSampleBlock values (see sampling_kernels.h), found when they
+  // were written; width is 0 if they were not.
+  RowsView block_maxima() const;
   RowsView hidden() const { return view(hidden_); }
 
   const char* isa() const;

@@ -80,6 +80,9 @@ struct SampleBatch {
   const float* raw;             // [*, raw_stride] logits before another's changes, or null
   int64_t raw_stride;
   const int32_t* raw_rows;  // [num_rows], -1 = the row of logits itself; null if raw is
+  const float* maxima;      // [*, maxima_stride] by row of logits: its block maxima (block_max of
+                            // sampling_kernels.h), unless null
+  int64_t maxima_stride;
   int32_t stages;
   int32_t* tokens;       // [num_rows] out
   int32_t* status;       // [num_rows] in and out: rows whose status is not kRowOk are skipped
@@ -95,6 +98,8 @@ struct SamplerScratch {
   std::vector<uint64_t> masses, tail_masses;
   std::vector<Candidate> candidates;
   std::vector<uint32_t> counts;
+  std::vector<int32_t> touched;     // blocks whose maxima are to be found anew
+  std::vector<uint8_t> is_touched;  // by block; 0 before and after
 };
 
 class Sampler {
@@ -116,10 +121,10 @@ class Sampler {
 
   // Log-probabilities (or logits, by mode) of the given ids and of the k best of each row [num_rows, stride];
   // outputs as in SampleBatch, with k + 1 columns. status[i] is kRowNotFinite for rows that hold NaN or
-  // +infinity.
-  void prompt_logprobs(const float* logits, int64_t stride, int64_t num_rows, const int32_t* ids, int64_t k,
-                       int32_t* out_ids, float* out_values, int64_t out_stride, int32_t* ranks,
-                       int32_t* status, ThreadTeam* team);
+  // +infinity. `maxima` [num_rows, maxima_stride] are the rows' block maxima, unless null.
+  void prompt_logprobs(const float* logits, int64_t stride, const float* maxima, int64_t maxima_stride,
+                       int64_t num_rows, const int32_t* ids, int64_t k, int32_t* out_ids, float* out_values,
+                       int64_t out_stride, int32_t* ranks, int32_t* status, ThreadTeam* team);
 
  private:
   template <class F>

@@ -26,9 +26,12 @@ struct Candidate {
 struct SamplingKernels {
   const char* isa;
 
-  // maxima[b] = largest entry of block b. Returns false if an entry is NaN or +infinity (maxima are then
-  // undefined).
+  // maxima[b] = largest entry of block b, or +infinity if it holds NaN or +infinity. Returns whether none
+  // does.
   bool (*block_max)(const float* x, int64_t n, float* maxima);
+  // The same of a tile of `rows` rows, `stride` entries apart: maxima[m * maxima_stride + b] is row m's.
+  void (*tile_max)(const float* x, int64_t stride, int64_t rows, int64_t n, float* maxima,
+                   int64_t maxima_stride);
   // masses[b] = sum of the weights of the entries of block b that are >= lowest, or 0 if the block's maximum
   // is below least_max; returns the sum over all blocks. inv_t = 1 / temperature.
   uint64_t (*block_mass)(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,

@@ -216,6 +216,15 @@ class NativeBackend:
         except ValueError as error:
             raise EngineError(f"no hidden states: {error}") from None
 
+    def block_maxima(self) -> npt.NDArray[np.float32] | None:
+        """Maxima of the last step's logits in blocks of 64 ids, found when they were written.
+
+        Returns:
+            ``[num_logits, blocks]``, a view, infinite for blocks that hold NaN or infinity; None
+            for an encoder.
+        """
+        return self._live().block_maxima()
+
     @property
     def thread_team(self) -> _C.ThreadTeam:
         """The threads that run steps, for other native work between steps."""

@@ -59,7 +59,9 @@ class SampleRows:
     first ``history_lens[i]`` of them, of which ``prompt_lens[i]`` are prompt. ``bitmask`` is
     ``[*, words]`` with ``bitmask_rows[i]`` naming a row of it, or -1. ``raw`` (float32
     ``[*, vocab]``) replaces the logits as the source of raw log-probabilities for rows with
-    ``raw_rows[i] >= 0``: for callers that have changed the logits themselves.
+    ``raw_rows[i] >= 0``: for callers that have changed the logits themselves. ``maxima`` (float32
+    ``[*, blocks]``, a row per row of logits) are those of `NativeBackend.block_maxima`, for callers
+    that have not: the rows need not be read for them again.
     """
 
     slots: Int32Array
@@ -71,6 +73,7 @@ class SampleRows:
     bitmask_rows: Int32Array | None = None
     raw: Float32Array | None = None
     raw_rows: Int32Array | None = None
+    maxima: Float32Array | None = None
 
 
 @dataclass
@@ -191,6 +194,7 @@ class Sampler:
             result.logprobs,
             result.ranks,
             self.team,
+            rows.maxima,
         )
         return result
 
@@ -207,10 +211,15 @@ class Sampler:
             result.status,
             int(ALL_STAGES),
             team=self.team,
+            maxima=rows.maxima,
         )
 
     def prompt_logprobs(
-        self, logits: Float32Array, ids: Int32Array, num_logprobs: int
+        self,
+        logits: Float32Array,
+        ids: Int32Array,
+        num_logprobs: int,
+        maxima: Float32Array | None = None,
     ) -> SampleResult:
         """Log-probabilities (or logits, by the mode) of given ids and of the best ones.
 
@@ -220,13 +229,16 @@ class Sampler:
             logits: ``[n, vocab_size]`` float32; only read.
             ids: ``[n]`` the id that follows each row.
             num_logprobs: best ids beside it; -1 = all.
+            maxima: ``[n, blocks]`` as in `SampleRows`, if they are known.
         """
         num_rows = len(ids)
         best = self.num_ids if num_logprobs == -1 else min(num_logprobs, self.num_ids)
         shape = (num_rows, best + 1)
         ranks, status = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
         out_ids, values = np.empty(shape, np.int32), np.empty(shape, np.float32)
-        self._native.prompt_logprobs(logits, ids, best, out_ids, values, ranks, status, self.team)
+        self._native.prompt_logprobs(
+            logits, ids, best, out_ids, values, ranks, status, self.team, maxima
+        )
         return SampleResult(ids, status, out_ids, values, ranks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -129,6 +129,12 @@ class ModelRunner:
         """Go on with a wrapper of the backend, or without one: same weights, same pool."""
         self._backend = backend
 
+    def _block_maxima(self) -> Float32Array | None:
+        """Block maxima of the last pass's logits, if the backend found them."""
+        find: Callable[[], Float32Array | None] | None
+        find = getattr(self._backend, "block_maxima", None)
+        return None if find is None else find()
+
     # ------------------------------------------------------------------ forward
 
     def execute_model(self, step: SchedulerOutput) -> None:
@@ -234,7 +240,7 @@ class ModelRunner:
         logits = self.backend.forward(inputs.step)
         row = inputs.num_sample_logits
         for rows in extra:
-            self._fill(rows, logits[row : row + len(rows.token_rows)])
+            self._fill(rows, logits, row)
             row += len(rows.token_rows)
         if pooling:
             self._pool(pooling, row)
@@ -315,11 +321,20 @@ class ModelRunner:
         step = build_step(
             self.batch, slots, starts, counts, rows.token_rows, self.block_size, with_adapters=True
         )
-        self._fill(rows, self.backend.forward(step))
+        self._fill(rows, self.backend.forward(step), 0)
 
-    def _fill(self, rows: PromptRows, logits: Float32Array) -> None:
-        ids = self.batch.token_ids[rows.state.slot, : rows.start + 1 + len(logits)]
-        error = rows.table.fill(self.sampler, logits, rows.start, ids)
+    def _fill(self, rows: PromptRows, logits: Float32Array, first: int) -> None:
+        """Fill a table from the rows of the last pass's logits that begin at ``first``."""
+        end = first + len(rows.token_rows)
+        maxima = self._block_maxima()
+        ids = self.batch.token_ids[rows.state.slot, : rows.start + 1 + end - first]
+        error = rows.table.fill(
+            self.sampler,
+            logits[first:end],
+            rows.start,
+            ids,
+            None if maxima is None else maxima[first:end],
+        )
         rows.state.error = rows.state.error or error
 
     # ------------------------------------------------------------------ sampling
@@ -333,7 +348,7 @@ class ModelRunner:
         processor_errors: dict[int, str] = {}
         steady, self._steady = self._steady, None
         if steady is not None and grammar is None:
-            steady_output = steady.sample(self.sampler, logits)
+            steady_output = steady.sample(self.sampler, logits, self._block_maxima())
             if steady_output is not None:
                 self._steady = steady
                 steady_output.model_time_s = seconds + time.perf_counter() - started
@@ -412,7 +427,12 @@ class ModelRunner:
             slots = np.repeat(slots, per_row)
             lens = np.repeat(lens - inputs.sample_start[:-1], per_row) + _range(len(slots))
         rows = SampleRows(
-            slots, _range(len(slots)), lens, batch.num_prompt_tokens[slots], batch.token_ids
+            slots,
+            _range(len(slots)),
+            lens,
+            batch.num_prompt_tokens[slots],
+            batch.token_ids,
+            maxima=self._block_maxima(),
         )
         if grammar is not None:
             rows.bitmask = np.ascontiguousarray(grammar.bitmask, np.int32)

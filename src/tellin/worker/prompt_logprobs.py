@@ -122,10 +122,12 @@ class PromptLogprobs:
         logits: npt.NDArray[np.float32],
         start: int,
         ids: npt.NDArray[np.int32],
+        maxima: npt.NDArray[np.float32] | None = None,
     ) -> str | None:
         """Fill entries ``[start, start + len(logits))`` from the rows of ``logits``.
 
-        ``ids`` is the prompt up to the id that the last of these entries describes.
+        ``ids`` is the prompt up to the id that the last of these entries describes, ``maxima`` the
+        rows' block maxima if they are known.
 
         Returns:
             Why it cannot be done, or None.
@@ -136,7 +138,7 @@ class PromptLogprobs:
                 "computed in this request; do not let it read the prefix cache"
             )
         if self._processed is None:
-            result = sampler.prompt_logprobs(logits, ids[start + 1 :], self.num_logprobs)
+            result = sampler.prompt_logprobs(logits, ids[start + 1 :], self.num_logprobs, maxima)
         else:
             result = self._processed.prompt_logprobs(logits, ids, self.num_logprobs)
         if result.status.any():

@@ -116,8 +116,20 @@ class SteadyDecode:
                 table[row, start : state.num_blocks] = data.new_block_ids
         return True
 
-    def sample(self, sampler: Sampler, logits: npt.NDArray[np.float32]) -> ModelRunnerOutput | None:
-        """Sample all rows and keep the ids; None, with nothing kept, if a row failed."""
+    def sample(
+        self,
+        sampler: Sampler,
+        logits: npt.NDArray[np.float32],
+        maxima: npt.NDArray[np.float32] | None,
+    ) -> ModelRunnerOutput | None:
+        """Sample all rows and keep the ids; None, with nothing kept, if a row failed.
+
+        Args:
+            sampler: the sampler.
+            logits: of this step.
+            maxima: their block maxima, if they are known.
+        """
+        self._rows.maxima = maxima
         sampler.sample_into(logits, self._rows, self.result)
         if self.result.status.any():
             return None
