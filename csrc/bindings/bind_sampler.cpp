@@ -234,6 +234,18 @@ void bind_sampler(nb::module_& m) {
       .def_prop_ro("isa", [](const Sampler& self) { return self.kernels().isa; })
       .def_prop_ro("num_ids", &Sampler::num_ids);
   m.def(
+      "mass_range",
+      [](Column<const float> row, float temperature, float nats, const std::string& isa) {
+        const SamplingKernels* kernels = sampling_kernels(isa.c_str());
+        require(kernels != nullptr, "unknown instruction set, or this machine does not have it");
+        require(row.shape(0) > 0 && row.shape(0) <= size_t{1} << (63 - kWeightBits), "bad number of entries");
+        const MassRange range =
+            mass_range(*kernels, row.data(), static_cast<int64_t>(row.shape(0)), 1.0f / temperature, nats);
+        return std::vector<uint64_t>{range.least, range.exact, range.most};
+      },
+      nb::arg("row"), nb::arg("temperature"), nb::arg("nats"), nb::arg("isa"),
+      "Lower bound, exact value and upper bound of a row's integer mass; for tests.");
+  m.def(
       "philox4x32",
       [](uint64_t key, uint32_t index, uint32_t purpose) {
         const PhiloxBlock c = philox4x32(key, index, static_cast<RandomPurpose>(purpose));

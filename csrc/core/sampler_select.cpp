@@ -12,7 +12,10 @@ namespace tellin {
 namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-constexpr float kHeadNats = 8.0f;         // blocks with a maximum this close to the row's are the head
+constexpr float kHeadNats = 8.0f;  // blocks with a maximum this close to the row's are the head
+// How far below the row's maximum a block's may lie for the block to be estimated, in steps: the others weigh
+// less and less.
+constexpr std::array<float, 5> kEstimatedNats = {kHeadNats, 12.0f, 16.0f, 20.0f, 26.0f};
 constexpr int64_t kMinCandidates = 1024;  // entries that are always listed; more are counted in bins first
 constexpr int64_t kListed = 512;          // entries listed at a time
 constexpr size_t kSorted = 256;           // candidates up to which ordering them is cheaper than bins
@@ -31,6 +34,7 @@ struct Cut {
 };
 
 constexpr int32_t kAnyId = std::numeric_limits<int32_t>::max();
+constexpr Cut kWholeRow = {kNegInf, kAnyId};
 
 // floor(random * total / 2^64): uniform on [0, total) up to 2^-64 * total.
 uint64_t scale_random(uint64_t random, uint64_t total) {
@@ -348,77 +352,114 @@ Draw draw_in_candidates(std::vector<Candidate>& candidates, uint64_t random) {
   return {candidates[chosen].id, total};
 }
 
-// Mass of the head's blocks, and a bound on that of all others (the tail), or that itself if it is asked for.
-class HeadMass {
+uint64_t total_mass(const LogitsRow& row, std::vector<uint64_t>& masses) {
+  return row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, kNegInf, kNegInf,
+                                 masses.data());
+}
+
+// Bounds on the total mass of a row: an estimate for blocks whose maximum is close to the row's, and their
+// maxima for all entries of the others.
+class MassBounds {
  public:
-  HeadMass(const LogitsRow& row, SamplerScratch& scratch)
-      : row_(row), scratch_(scratch), least_max_(row.max - kHeadNats / row.inv_t) {
-    const int64_t blocks = num_sample_blocks(row.n);
-    head_ = row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, kNegInf, least_max_,
-                                    scratch.masses.data());
-    scratch.tail_maxima.resize(static_cast<size_t>(blocks));
-    float* const tail = scratch.tail_maxima.data();
-    for (int64_t b = 0; b < blocks; ++b) tail[b] = row.maxima[b] < least_max_ ? row.maxima[b] : kNegInf;
-    uint64_t w[kSampleBlock];
-    for (int64_t begin = 0; begin < blocks; begin += kSampleBlock) {
-      const int64_t count = std::min(kSampleBlock, blocks - begin);
-      row.kernels->weights(tail + begin, count, row.max, row.inv_t, w);
-      for (int64_t i = 0; i < count; ++i) tail_bound_ += w[i] * static_cast<uint64_t>(kSampleBlock);
-    }
+  explicit MassBounds(const LogitsRow& row) : row_(row) {}
+
+  // Estimates the blocks whose maximum lies down to `nats` below the row's.
+  void estimate(float nats) {
+    const SamplingKernels& kernels = *row_.kernels;
+    const float lowest = row_.max - nats / row_.inv_t;
+    sum_ += kernels.estimate_blocks(row_.x, row_.n, row_.maxima, lowest, highest_, row_.max, row_.inv_t);
+    highest_ = std::nextafter(lowest, kNegInf);
+    rest_ = static_cast<double>(kSampleBlock) *
+            kernels.estimate_entries(row_.maxima, num_sample_blocks(row_.n), highest_, row_.max, row_.inv_t);
   }
 
-  uint64_t head() const { return head_; }
-  uint64_t bound() const { return head_ + tail_bound_; }
-  uint64_t exact() { return head_ + tail(); }
-
-  Draw draw(const RowRandom& random) {
-    if (scale_random(random.first, bound()) < head_) {
-      return {find(scratch_.masses, scale_random(random.second, head_)), 0};
-    }
-    const uint64_t total = exact();
-    if (scale_random(random.first, total) < head_) {
-      return {find(scratch_.masses, scale_random(random.second, head_)), total};
-    }
-    return {find(scratch_.tail_masses, scale_random(random.second, total - head_)), total};
+  uint64_t least() const {
+    const double mass = std::ldexp(sum_ * (1.0 - kEstimateError), kWeightBits) - static_cast<double>(row_.n);
+    return static_cast<uint64_t>(std::max(mass, 1.0));
+  }
+  uint64_t most() const {
+    const double mass = std::ldexp((sum_ + rest_) * (1.0 + kEstimateError), kWeightBits);
+    return static_cast<uint64_t>(mass) + 2 * static_cast<uint64_t>(row_.n);
   }
 
  private:
-  uint64_t tail() {
-    scratch_.tail_masses.resize(scratch_.tail_maxima.size());
-    return row_.kernels->block_mass(row_.x, row_.n, scratch_.tail_maxima.data(), row_.max, row_.inv_t,
-                                    kNegInf, kNegInf, scratch_.tail_masses.data());
-  }
-  int32_t find(const std::vector<uint64_t>& masses, uint64_t r) const {
-    return find_in_blocks(row_, masses.data(), {kNegInf, kAnyId}, r);
-  }
-
   const LogitsRow& row_;
-  SamplerScratch& scratch_;
-  const float least_max_;
-  uint64_t head_ = 0;
-  uint64_t tail_bound_ = 0;
+  float highest_ = std::numeric_limits<float>::infinity();  // of the blocks that are left
+  double sum_ = 0.0;
+  double rest_ = 0.0;
 };
 
-// Lists the nucleus of the whole row; false if it is too large. The total mass is computed only if it
-// matters.
-bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
-  std::vector<Candidate>& candidates = scratch.candidates;
-  HeadMass mass(row, scratch);
-  uint64_t least = nucleus_mass(top_p, mass.head()), most = nucleus_mass(top_p, mass.bound());
-  for (float nats = 4.0f; nats < 2.0f * kWeightCutoff;) {
-    if (!list_best(row, row.max - nats / row.inv_t, candidates)) return false;
-    if (mass_of(candidates) < least) {
-      nats += 1.5f;
-    } else if (keep_nucleus(row, candidates, least) >= most) {
-      return true;
-    } else {
-      least = most = nucleus_mass(top_p, mass.exact());
+// Chooses head or tail, then an entry there (see filter_and_draw); what the tail weighs only if it matters.
+Draw draw_in_row(const LogitsRow& row, const RowRandom& random, SamplerScratch& scratch) {
+  const float least_max = row.max - kHeadNats / row.inv_t;
+  const uint64_t head = row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, kNegInf,
+                                                least_max, scratch.masses.data());
+  MassBounds bounds(row);
+  for (const float nats : kEstimatedNats) {
+    bounds.estimate(nats);
+    if (scale_random(random.first, bounds.most()) < head) {
+      return {find_in_blocks(row, scratch.masses.data(), kWholeRow, scale_random(random.second, head)), 0};
     }
   }
-  return false;
+  scratch.tail_masses.resize(scratch.masses.size());
+  const uint64_t total = total_mass(row, scratch.tail_masses);
+  if (scale_random(random.first, total) < head) {
+    return {find_in_blocks(row, scratch.masses.data(), kWholeRow, scale_random(random.second, head)), total};
+  }
+  for (int64_t b = 0; b < num_sample_blocks(row.n); ++b) {
+    if (row.maxima[b] >= least_max) scratch.tail_masses[static_cast<size_t>(b)] = 0;
+  }
+  return {
+      find_in_blocks(row, scratch.tail_masses.data(), kWholeRow, scale_random(random.second, total - head)),
+      total};
+}
+
+// Lists the nucleus of the whole row; false if it is too large. The total mass is found only as far as it
+// matters.
+bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
+  std::vector<Candidate>& listed = scratch.listed;
+  MassBounds bounds(row);
+  size_t level = 0;
+  bounds.estimate(kEstimatedNats[level++]);
+  uint64_t least = nucleus_mass(top_p, bounds.least()), most = nucleus_mass(top_p, bounds.most());
+  float nats = 4.0f;
+  if (!list_best(row, row.max - nats / row.inv_t, listed)) return false;
+  for (;;) {
+    if (mass_of(listed) < least) {
+      nats += 1.5f;
+      if (nats >= 2.0f * kWeightCutoff || !list_best(row, row.max - nats / row.inv_t, listed)) return false;
+      continue;
+    }
+    scratch.candidates = listed;
+    if (keep_nucleus(row, scratch.candidates, least) >= most) return true;
+    // Bounds further apart than the limit's own weight would hardly decide.
+    const uint64_t near = worst_of(scratch.candidates).weight;
+    do {
+      if (level == kEstimatedNats.size()) {
+        least = most = nucleus_mass(top_p, total_mass(row, scratch.masses));
+        break;
+      }
+      bounds.estimate(kEstimatedNats[level++]);
+      least = nucleus_mass(top_p, bounds.least());
+      most = nucleus_mass(top_p, bounds.most());
+    } while (most - least > near);
+  }
 }
 
 }  // namespace
+
+MassRange mass_range(const SamplingKernels& kernels, const float* x, int64_t n, float inv_t, float nats) {
+  std::vector<float> maxima(static_cast<size_t>(num_sample_blocks(n)));
+  std::vector<uint64_t> masses(maxima.size());
+  kernels.block_max(x, n, maxima.data());
+  // The row is only read: LogitsRow is shared with code that writes.
+  const LogitsRow row = {
+      &kernels, const_cast<float*>(x), n, maxima.data(), max_of_maxima(kernels, maxima.data(), n), inv_t};
+  MassBounds bounds(row);
+  bounds.estimate(nats / 2);
+  bounds.estimate(nats);
+  return {bounds.least(), total_mass(row, masses), bounds.most()};
+}
 
 float max_of_maxima(const SamplingKernels& kernels, const float* maxima, int64_t n) {
   // Blocks of blocks, as long as there are many.
@@ -461,7 +502,7 @@ Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float mi
   std::vector<Candidate>& candidates = scratch.candidates;
   scratch.masses.resize(static_cast<size_t>(num_sample_blocks(row.n)));
   const bool has_min_p = min_p > 0.0f, has_top_k = top_k > 0 && top_k < row.n, has_top_p = top_p < 1.0;
-  if (!has_min_p && !has_top_k && !has_top_p) return HeadMass(row, scratch).draw(random);
+  if (!has_min_p && !has_top_k && !has_top_p) return draw_in_row(row, random, scratch);
 
   float lowest = has_min_p ? min_p_lowest(row, min_p) : kNegInf;
   Cut cut{lowest, kAnyId};

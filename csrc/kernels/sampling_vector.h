@@ -2,120 +2,10 @@
 // the variant), TELLIN_SAMPLING_TABLE (the symbol to export) and TELLIN_SAMPLING_WIDTH (float lanes of a
 // register). Everything but the table has internal linkage: no copy of these functions can leak into another
 // unit.
-#include <cstring>
-#include <limits>
-
-#if defined(__AVX2__)
-// GCC 12 takes the intrinsics' deliberately undefined pass-through operands for uninitialised variables.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#endif
-
-#include "tellin/sampling_kernels.h"
+#include "sampling_exp.h"
 
 namespace tellin {
 namespace {
-
-constexpr int64_t kLanes = TELLIN_SAMPLING_WIDTH;
-constexpr int64_t kHalfLanes = kLanes / 2;
-constexpr float kNegInf = -std::numeric_limits<float>::infinity();
-constexpr float kPosInf = std::numeric_limits<float>::infinity();
-
-typedef float FloatVec __attribute__((vector_size(4 * TELLIN_SAMPLING_WIDTH)));
-typedef int32_t IntVec __attribute__((vector_size(4 * TELLIN_SAMPLING_WIDTH)));
-typedef float HalfVec __attribute__((vector_size(2 * TELLIN_SAMPLING_WIDTH)));
-typedef double DoubleVec __attribute__((vector_size(4 * TELLIN_SAMPLING_WIDTH)));
-typedef uint64_t LongVec __attribute__((vector_size(4 * TELLIN_SAMPLING_WIDTH)));
-
-#define TELLIN_INLINE static inline __attribute__((always_inline))
-
-// Vectors are passed by reference: by value they would depend on the ABI of the unit's flags.
-TELLIN_INLINE void load(const float* p, FloatVec& v) {
-  std::memcpy(&v, p, sizeof v);
-}
-TELLIN_INLINE void store(float* p, const FloatVec& v) {
-  std::memcpy(p, &v, sizeof v);
-}
-
-// w = 2^kWeightBits * exp(z) for z <= 0 with a relative error below 2e-7; z is clamped to [-64, 0].
-// Cody-Waite reduction to |r| <= ln(2)/2 and the Taylor polynomial of degree 7 in Horner form, separate
-// multiplies and adds. Four vectors step by step, because one is a chain of dependent operations.
-constexpr int64_t kWide = 4;
-
-TELLIN_INLINE void exp_weights(FloatVec (&z)[kWide], FloatVec (&w)[kWide]) {
-  constexpr float kCoefficients[] = {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f,
-                                     0.5f,          1.0f,          1.0f};
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low mantissa bits
-  FloatVec shifted[kWide];
-#pragma GCC unroll 4
-  for (int64_t j = 0; j < kWide; ++j) {
-    z[j] = z[j] < -64.0f ? FloatVec{} - 64.0f : z[j];
-    shifted[j] = z[j] * 1.44269504f + kRound;
-  }
-#pragma GCC unroll 4
-  for (int64_t j = 0; j < kWide; ++j) {
-    const FloatVec k = shifted[j] - kRound;
-    z[j] = (z[j] - k * 0.693359375f) - k * -2.12194440e-4f;
-    w[j] = z[j] * (1.0f / 5040.0f);
-  }
-#pragma GCC unroll 7
-  for (int64_t i = 0; i < 7; ++i) {
-#pragma GCC unroll 4
-    for (int64_t j = 0; j < kWide; ++j) {
-      w[j] = w[j] + kCoefficients[i];
-      if (i < 6) w[j] = w[j] * z[j];
-    }
-  }
-#pragma GCC unroll 4
-  for (int64_t j = 0; j < kWide; ++j) {
-    IntVec exponent;
-    std::memcpy(&exponent, &shifted[j], sizeof exponent);
-    exponent = (exponent - 0x4B400000 + 127 + kWeightBits) << 23;
-    FloatVec scale;
-    std::memcpy(&scale, &exponent, sizeof scale);
-    w[j] *= scale;
-  }
-}
-
-// Weights to the nearest integers, each kIntegerBase too large.
-#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512DQ__)
-constexpr uint64_t kIntegerBase = 0;
-
-TELLIN_INLINE void round_weights(const FloatVec& w, LongVec& low, LongVec& high) {
-  const __m512 v = reinterpret_cast<const __m512&>(w);
-  low = reinterpret_cast<LongVec>(_mm512_cvtps_epi64(_mm512_castps512_ps256(v)));
-  high = reinterpret_cast<LongVec>(_mm512_cvtps_epi64(_mm512_extractf32x8_ps(v, 1)));
-}
-#else
-constexpr uint64_t kIntegerBase = 0x4330000000000000ULL;  // bits of the double 2^52
-
-// Adding 2^52 rounds to an integer, which is then in the mantissa.
-TELLIN_INLINE void round_weights(const FloatVec& w, LongVec& low, LongVec& high) {
-  HalfVec half[2];
-  std::memcpy(&half[0], &w, sizeof half[0]);
-  std::memcpy(&half[1], reinterpret_cast<const char*>(&w) + sizeof half[0], sizeof half[1]);
-  const DoubleVec d0 = __builtin_convertvector(half[0], DoubleVec) + 4503599627370496.0;
-  const DoubleVec d1 = __builtin_convertvector(half[1], DoubleVec) + 4503599627370496.0;
-  std::memcpy(&low, &d0, sizeof low);
-  std::memcpy(&high, &d1, sizeof high);
-}
-#endif
-
-// Sum of the lanes of a + b.
-TELLIN_INLINE uint64_t sum_of_lanes(const LongVec& a, const LongVec& b) {
-  typedef uint64_t HalfLongVec __attribute__((vector_size(2 * TELLIN_SAMPLING_WIDTH)));
-  const LongVec sum = a + b;
-  HalfLongVec low, high;
-  std::memcpy(&low, &sum, sizeof low);
-  std::memcpy(&high, reinterpret_cast<const char*>(&sum) + sizeof low, sizeof high);
-  low += high;
-  uint64_t total = 0;
-  for (int64_t i = 0; i < kHalfLanes / 2; ++i) total += low[i];
-  return total;
-}
 
 // Weights of one full block.
 TELLIN_INLINE void block_weights(const float* x, float max, float inv_t, uint64_t* out) {
@@ -294,40 +184,6 @@ void tile_max(const float* x, int64_t stride, int64_t rows, int64_t n, float* ma
   }
 }
 
-uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
-                    float least_max, uint64_t* masses) {
-  least_max = lowest > least_max ? lowest : least_max;
-  uint64_t total = 0;
-  float padded[kSampleBlock];
-  for (int64_t b = 0; b * kSampleBlock < n; ++b) {
-    uint64_t mass = 0;
-    if (maxima[b] >= least_max && (maxima[b] - max) * inv_t >= -kWeightCutoff) {
-      const float* block = x + b * kSampleBlock;
-      if (n - b * kSampleBlock < kSampleBlock) {
-        pad_block(block, n - b * kSampleBlock, padded);
-        block = padded;
-      }
-      mass = lowest > kNegInf ? mass_of_block<true>(block, max, inv_t, lowest)
-                              : mass_of_block<false>(block, max, inv_t, lowest);
-    }
-    masses[b] = mass;
-    total += mass;
-  }
-  return total;
-}
-
-void weights(const float* x, int64_t n, float max, float inv_t, uint64_t* out) {
-  if (n == kSampleBlock) {
-    block_weights(x, max, inv_t, out);
-    return;
-  }
-  float block[kSampleBlock];
-  uint64_t w[kSampleBlock];
-  pad_block(x, n, block);
-  block_weights(block, max, inv_t, w);
-  std::memcpy(out, w, static_cast<size_t>(n) * sizeof(uint64_t));
-}
-
 // Bit i: whether lowest <= x[i] <= highest, for a full block.
 TELLIN_INLINE uint64_t hits_of_block(const float* x, float lowest, float highest) {
   uint64_t bits = 0;
@@ -358,28 +214,163 @@ TELLIN_INLINE uint64_t hits_of_block(const float* x, float lowest, float highest
   return bits;
 }
 
+TELLIN_INLINE void fetch_block(const float* x, int64_t b) {
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < kSampleBlock; i += 16) __builtin_prefetch(x + b * kSampleBlock + i);
+}
+
+// Lists the blocks from *begin to num_blocks whose maximum lies in [lowest, highest], at most kFoundBlocks;
+// *begin is where it stopped.
+constexpr int64_t kFoundBlocks = 1024;
+
+TELLIN_INLINE int64_t find_blocks(const float* maxima, int64_t num_blocks, int64_t* begin, float lowest,
+                                  float highest, int32_t* found) {
+  int64_t count = 0, first = *begin / kSampleBlock * kSampleBlock;
+  float padded[kSampleBlock];
+  for (; first < num_blocks && count + kSampleBlock <= kFoundBlocks; first += kSampleBlock) {
+    const float* chunk = maxima + first;
+    const int64_t left = num_blocks - first;
+    if (left < kSampleBlock) {
+      pad_block(chunk, left, padded);
+      chunk = padded;
+    }
+    uint64_t bits = hits_of_block(chunk, lowest, highest);
+    if (left < kSampleBlock) bits &= (uint64_t{1} << left) - 1;
+    if (first < *begin) bits &= ~uint64_t{0} << (*begin - first);
+    for (; bits != 0; bits &= bits - 1) found[count++] = static_cast<int32_t>(first + __builtin_ctzll(bits));
+  }
+  *begin = first;
+  return count;
+}
+
+// Calls f for every block, from `begin` on, whose maximum lies in [lowest, highest], until it returns false.
+// Blocks of x that follow are fetched ahead: they lie anywhere.
+template <class F>
+TELLIN_INLINE void for_blocks(const float* x, const float* maxima, int64_t num_blocks, int64_t begin,
+                              float lowest, float highest, F&& f) {
+  constexpr int64_t kAheadBlocks = 12;
+  int32_t found[kFoundBlocks + kAheadBlocks];
+  while (begin < num_blocks) {
+    const int64_t count = find_blocks(maxima, num_blocks, &begin, lowest, highest, found);
+    for (int64_t i = 0; i < kAheadBlocks; ++i) found[count + i] = count > 0 ? found[count - 1] : 0;
+    for (int64_t i = 0; i < count && i < kAheadBlocks; ++i) fetch_block(x, found[i]);
+    for (int64_t i = 0; i < count; ++i) {
+      fetch_block(x, found[i + kAheadBlocks]);
+      if (!f(static_cast<int64_t>(found[i]))) return;
+    }
+  }
+}
+
+// The entries of block b, padded if it is short.
+TELLIN_INLINE const float* block_entries(const float* x, int64_t n, int64_t b, float* padded) {
+  const int64_t begin = b * kSampleBlock;
+  if (n - begin >= kSampleBlock) return x + begin;
+  pad_block(x + begin, n - begin, padded);
+  return padded;
+}
+
+int64_t num_blocks_of(int64_t n) {
+  return (n + kSampleBlock - 1) / kSampleBlock;
+}
+
+uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
+                    float least_max, uint64_t* masses) {
+  const int64_t num_blocks = num_blocks_of(n);
+  std::memset(masses, 0, static_cast<size_t>(num_blocks) * sizeof(uint64_t));
+  least_max = lowest > least_max ? lowest : least_max;
+  uint64_t total = 0;
+  float padded[kSampleBlock];
+  for_blocks(x, maxima, num_blocks, 0, least_max, kPosInf, [&](int64_t b) {
+    if ((maxima[b] - max) * inv_t < -kWeightCutoff) return true;
+    const float* block = block_entries(x, n, b, padded);
+    masses[b] = lowest > kNegInf ? mass_of_block<true>(block, max, inv_t, lowest)
+                                 : mass_of_block<false>(block, max, inv_t, lowest);
+    total += masses[b];
+    return true;
+  });
+  return total;
+}
+
+double estimate_blocks(const float* x, int64_t n, const float* maxima, float lowest, float highest, float max,
+                       float inv_t) {
+  const float scale = inv_t * kLog2E;
+  EstimateSum total;
+  float padded[kSampleBlock];
+  for_blocks(x, maxima, num_blocks_of(n), 0, lowest, highest, [&](int64_t b) {
+    const float* block = block_entries(x, n, b, padded);
+    FloatVec sum = {};
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kSampleBlock; i += kWide * kLanes) {
+      FloatVec t[kWide];
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < kWide; ++j) {
+        load(block + i + j * kLanes, t[j]);
+        t[j] = (t[j] - max) * scale;
+      }
+      add_exp2(t, sum);
+    }
+    total.add(sum);
+    return true;
+  });
+  return total.total();
+}
+
+double estimate_entries(const float* x, int64_t n, float highest, float max, float inv_t) {
+  const float scale = inv_t * kLog2E;
+  EstimateSum total;
+  float padded[kSampleBlock];
+  for (int64_t b = 0; b < num_blocks_of(n); ++b) {
+    const float* block = block_entries(x, n, b, padded);
+    FloatVec sum = {};
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kSampleBlock; i += kWide * kLanes) {
+      FloatVec t[kWide];
+#pragma GCC unroll 4
+      for (int64_t j = 0; j < kWide; ++j) {
+        FloatVec v;
+        load(block + i + j * kLanes, v);
+        t[j] = v <= highest ? (v - max) * scale : FloatVec{} - 64.0f;
+      }
+      add_exp2(t, sum);
+    }
+    total.add(sum);
+  }
+  return total.total();
+}
+
+void weights(const float* x, int64_t n, float max, float inv_t, uint64_t* out) {
+  if (n == kSampleBlock) {
+    block_weights(x, max, inv_t, out);
+    return;
+  }
+  float block[kSampleBlock];
+  uint64_t w[kSampleBlock];
+  pad_block(x, n, block);
+  block_weights(block, max, inv_t, w);
+  std::memcpy(out, w, static_cast<size_t>(n) * sizeof(uint64_t));
+}
+
 int64_t list_entries(const float* x, int64_t n, const float* maxima, float lowest, float highest,
                      int64_t* block, Candidate* out, int64_t capacity) {
-  const int64_t num_blocks = (n + kSampleBlock - 1) / kSampleBlock;
-  int64_t count = 0;
+  const int64_t num_blocks = num_blocks_of(n);
+  int64_t count = 0, stop = num_blocks;
   float padded[kSampleBlock];
-  int64_t b = *block;
-  for (; b < num_blocks && count + kSampleBlock <= capacity; ++b) {
-    if (maxima[b] < lowest) continue;
-    const int64_t begin = b * kSampleBlock, left = n - begin;
-    const float* entries = x + begin;
-    if (left < kSampleBlock) {
-      pad_block(entries, left, padded);
-      entries = padded;
+  for_blocks(x, maxima, num_blocks, *block, lowest, kPosInf, [&](int64_t b) {
+    if (count + kSampleBlock > capacity) {
+      stop = b;
+      return false;
     }
+    const int64_t begin = b * kSampleBlock, left = n - begin;
+    const float* entries = block_entries(x, n, b, padded);
     uint64_t bits = hits_of_block(entries, lowest, highest);
     if (left < kSampleBlock) bits &= (uint64_t{1} << left) - 1;
     for (; bits != 0; bits &= bits - 1) {
       const int64_t i = __builtin_ctzll(bits);
       out[count++] = {entries[i], static_cast<int32_t>(begin + i), 0};
     }
-  }
-  *block = b;
+    return true;
+  });
+  *block = stop;
   return count;
 }
 
@@ -430,8 +421,9 @@ void divide(float* x, int64_t n, float divisor) {
 
 extern const SamplingKernels TELLIN_SAMPLING_TABLE;
 const SamplingKernels TELLIN_SAMPLING_TABLE = {
-    TELLIN_SAMPLING_ISA, block_max,      tile_max,      block_mass, weights,
-    list_entries,        count_at_least, apply_bitmask, divide,
+    TELLIN_SAMPLING_ISA, block_max,        tile_max, block_mass,
+    estimate_blocks,     estimate_entries, weights,  list_entries,
+    count_at_least,      apply_bitmask,    divide,
 };
 
 }  // namespace tellin

@@ -324,6 +324,25 @@ def test_large_vocabulary(params: SamplingParams, scale: float) -> None:
         assert run(logits[None], [params], keys=[key]).tokens[0] == expected
 
 
+@pytest.mark.parametrize("isa", available_isas())
+def test_estimates_bound_the_mass(isa: str) -> None:
+    """What a draw relies on: the integer mass of a row lies between the bounds, and near them."""
+    rng = np.random.default_rng(1)
+    for n, scale, temperature in product(
+        (1, 64, 70, 5003, 20_000), (0.01, 1, 4, 30), (0.05, 0.8, 2)
+    ):
+        row = (rng.normal(size=n) * scale + 40 * rng.normal()).astype(F)
+        row[rng.integers(0, n, n // 10)] = -np.inf
+        row[rng.integers(n)] = 50
+        for nats in (4, 12, 26):
+            least, exact, most = _C.mass_range(row, temperature, nats, isa)
+            assert least <= exact <= most, (n, scale, temperature, nats)
+            assert exact >= 2**44
+            if nats == 26:
+                assert most - least < 1e-4 * exact
+        assert exact == _C.mass_range(row, temperature, 4, "portable")[1]
+
+
 def test_draws_from_the_tail() -> None:
     """Half of the mass lies 10 nats below the maximum, spread over 20,000 ids."""
     logits = np.zeros(20_100, F)

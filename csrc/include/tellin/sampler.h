@@ -94,13 +94,20 @@ struct SampleBatch {
 
 // Buffers of one thread.
 struct SamplerScratch {
-  std::vector<float> maxima, sorted_maxima, tail_maxima, raw, raw_maxima;
+  std::vector<float> maxima, sorted_maxima, raw, raw_maxima;
   std::vector<uint64_t> masses, tail_masses;
-  std::vector<Candidate> candidates;
+  std::vector<Candidate> candidates, listed;
   std::vector<uint32_t> counts;
   std::vector<int32_t> touched;     // blocks whose maxima are to be found anew
   std::vector<uint8_t> is_touched;  // by block; 0 before and after
 };
+
+// Mass of a row, and the bounds on it that draws begin with when blocks are estimated whose maximum lies down
+// to `nats` below the row's: what every draw relies on, for tests.
+struct MassRange {
+  uint64_t least, exact, most;
+};
+MassRange mass_range(const SamplingKernels& kernels, const float* x, int64_t n, float inv_t, float nats);
 
 class Sampler {
  public:

@@ -12,8 +12,9 @@
 
 namespace tellin {
 
-constexpr int64_t kSampleBlock = 64;    // entries per block: 4 vectors of 512 bits, 4096 blocks for 262k ids
-constexpr int kWeightBits = 44;         // weight of the maximum; 2^19 ids sum to less than 2^63
+constexpr int64_t kSampleBlock = 64;  // entries per block: 4 vectors of 512 bits, 4096 blocks for 262k ids
+constexpr int kWeightBits = 44;       // weight of the maximum; 2^19 ids sum to less than 2^63
+constexpr double kEstimateError = 2e-5;
 constexpr float kWeightCutoff = 31.2f;  // exp(-31.2) * 2^44 < 0.5: entries further down weigh nothing
 
 // Entry of a row with its weight.
@@ -36,6 +37,13 @@ struct SamplingKernels {
   // is below least_max; returns the sum over all blocks. inv_t = 1 / temperature.
   uint64_t (*block_mass)(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
                          float least_max, uint64_t* masses);
+  // About the sum of exp((x - max) * inv_t) over all entries of the blocks whose maximum lies in [lowest,
+  // highest]; over all entries <= highest. Times 2^kWeightBits it differs from the sum of the weights by at
+  // most kEstimateError of it and one per entry. Much cheaper than block_mass, but not the same bits in every
+  // variant: for bounds only.
+  double (*estimate_blocks)(const float* x, int64_t n, const float* maxima, float lowest, float highest,
+                            float max, float inv_t);
+  double (*estimate_entries)(const float* x, int64_t n, float highest, float max, float inv_t);
   // weights[i] for n <= kSampleBlock entries.
   void (*weights)(const float* x, int64_t n, float max, float inv_t, uint64_t* weights);
   // Lists the entries in [lowest, highest] from block *block on in id order, without weights, as long as the

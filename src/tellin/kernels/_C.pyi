@@ -248,5 +248,8 @@ class SuffixDrafter:
     @property
     def num_cached_requests(self) -> int: ...
 
+def mass_range(
+    row: NDArray[np.float32], temperature: float, nats: float, isa: str
+) -> list[int]: ...
 def philox4x32(key: int, index: int, purpose: int) -> list[int]:
     """Four words of Philox4x32-10 for the counter (index, purpose, 0, 0)."""
