@@ -78,55 +78,91 @@ TELLIN_INLINE void store_rows(const float* acc, int64_t rows, float* out) {
   }
 }
 
+// Scales and minima of the eight blocks of a super-block as bytes.
+TELLIN_INLINE void unpack_six_bits(const SixBitHeader& h, uint8_t (&scale)[8][kRows],
+                                   uint8_t (&minimum)[8][kRows]) {
+  const auto store = [](uint8_t* to, __m256i x) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), x); };
+  const auto nibble = [](__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); };
+  for (int v = 0; v < 2; ++v) {  // two blocks of 16 rows in a register
+    const __m256i high = load_half(h.high[2 * v]);
+    const __m256i low0 = load_half(h.low[2 * v]), low1 = load_half(h.low[4 + 2 * v]);
+    store(scale[2 * v], or_masked(nibble(low0), _mm256_slli_epi16(high, 4), 48));
+    store(minimum[2 * v], or_masked(nibble(_mm256_srli_epi16(low0, 4)), _mm256_slli_epi16(high, 2), 48));
+    store(scale[4 + 2 * v], or_masked(nibble(low1), high, 48));
+    store(minimum[4 + 2 * v], or_masked(nibble(_mm256_srli_epi16(low1, 4)), _mm256_srli_epi16(high, 2), 48));
+  }
+}
+
+// Scales and minima of a super-block, as 8 floats: of half h of the rows, for sum j (a block, or 16 features
+// of it).
+template <QuantType T>
+class SuperScales {
+ public:
+  TELLIN_INLINE explicit SuperScales(const uint8_t* super_block) : header_(super_block) {
+    if constexpr (kKind == ScaleKind::kSixBit32) {
+      const auto* header = reinterpret_cast<const SixBitHeader*>(super_block);
+      unpack_six_bits(*header, scale_, minimum_);
+      asm("" : "+m"(scale_), "+m"(minimum_));  // or they would be taken apart in registers, which is slower
+    }
+    for (int h = 0; h < 2; ++h) {
+      if constexpr (kKind == ScaleKind::kInt8Per16) {
+        d_[h] = _mm256_loadu_ps(reinterpret_cast<const float*>(super_block) + h * kHalfRows);
+      } else if constexpr (kKind != ScaleKind::kHalf32) {  // both headers begin with d and dmin
+        const auto* d = reinterpret_cast<const uint16_t*>(super_block);
+        d_[h] = half_to_float8(d + h * kHalfRows);
+        dmin_[h] = _mm256_sub_ps(_mm256_setzero_ps(), half_to_float8(d + kRows + h * kHalfRows));
+      }
+    }
+  }
+
+  TELLIN_INLINE __m256 scale(int j, int h) const {
+    if constexpr (kKind == ScaleKind::kHalf32) {
+      return half_to_float8(reinterpret_cast<const uint16_t*>(header_) + kRows * j + kHalfRows * h);
+    } else if constexpr (kKind == ScaleKind::kSixBit32) {
+      return _mm256_mul_ps(d_[h], bytes_to_float8(scale_[j] + kHalfRows * h));
+    } else if constexpr (kKind == ScaleKind::kInt8Per16) {
+      const auto* header = reinterpret_cast<const Int8Per16Header*>(header_);
+      return _mm256_mul_ps(d_[h], signed_bytes_to_float8(header->scale[j] + kHalfRows * h));
+    } else {
+      return _mm256_mul_ps(d_[h], _mm256_cvtepi32_ps(_mm256_and_si256(nibbles(j, h), _mm256_set1_epi32(15))));
+    }
+  }
+
+  TELLIN_INLINE __m256 minimum(int j, int h) const {
+    if constexpr (kKind == ScaleKind::kHalf32) {
+      return half_to_float8(reinterpret_cast<const uint16_t*>(header_) + kRows * (2 + j) + kHalfRows * h);
+    } else if constexpr (kKind == ScaleKind::kSixBit32) {
+      return _mm256_mul_ps(dmin_[h], bytes_to_float8(minimum_[j] + kHalfRows * h));
+    } else {
+      return _mm256_mul_ps(dmin_[h], _mm256_cvtepi32_ps(_mm256_srli_epi32(nibbles(j, h), 4)));
+    }
+  }
+
+ private:
+  static constexpr ScaleKind kKind = format_of(T).scales;
+
+  TELLIN_INLINE __m256i nibbles(int j, int h) const {
+    const auto* header = reinterpret_cast<const Nibble16Header*>(header_);
+    return _mm256_cvtepu8_epi32(
+        _mm_loadl_epi64(reinterpret_cast<const __m128i*>(header->scale_min[j] + kHalfRows * h)));
+  }
+
+  const uint8_t* header_;
+  __m256 d_[2], dmin_[2];
+  alignas(32) uint8_t scale_[8][kRows];
+  alignas(32) uint8_t minimum_[8][kRows];
+};
+
 // Scales and minima of the 16 rows for every sum of a super-block: [blocks][1 or 2 (per 16)][16].
 template <QuantType T>
 TELLIN_INLINE void expand_scales(const uint8_t* super_block, float (*scale)[kRows], float (*minimum)[kRows]) {
   constexpr PackedFormat kFormat = format_of(T);
-  const __m256 zero = _mm256_setzero_ps();
-  for (int r = 0; r < kRows; r += kHalfRows) {
-    if constexpr (kFormat.scales == ScaleKind::kHalf32) {
-      const auto* h = reinterpret_cast<const uint16_t*>(super_block);
-      for (int b = 0; b < 2; ++b) {
-        _mm256_store_ps(scale[b] + r, half_to_float8(h + kRows * b + r));
-        if (kFormat.has_min) _mm256_store_ps(minimum[b] + r, half_to_float8(h + kRows * (2 + b) + r));
-      }
-    } else if constexpr (kFormat.scales == ScaleKind::kSixBit32) {
-      const auto* h = reinterpret_cast<const SixBitHeader*>(super_block);
-      const __m256 d = half_to_float8(h->d + r), dmin = _mm256_sub_ps(zero, half_to_float8(h->dmin + r));
-      alignas(32) uint8_t s[8][kRows], m[8][kRows];
-      const __m256i m15 = _mm256_set1_epi8(15);
-      for (int v = 0; v < 2; ++v) {  // two blocks of 16 rows in a register
-        const __m256i high = load_half(h->high[2 * v]);
-        const __m256i low0 = load_half(h->low[2 * v]), low1 = load_half(h->low[4 + 2 * v]);
-        const auto store = [](uint8_t* to, __m256i x) {
-          _mm256_store_si256(reinterpret_cast<__m256i*>(to), x);
-        };
-        const auto nibble = [&](__m256i x) { return _mm256_and_si256(x, m15); };
-        store(s[2 * v], or_masked(nibble(low0), _mm256_slli_epi16(high, 4), 48));
-        store(m[2 * v], or_masked(nibble(_mm256_srli_epi16(low0, 4)), _mm256_slli_epi16(high, 2), 48));
-        store(s[4 + 2 * v], or_masked(nibble(low1), high, 48));
-        store(m[4 + 2 * v], or_masked(nibble(_mm256_srli_epi16(low1, 4)), _mm256_srli_epi16(high, 2), 48));
-      }
-      for (int b = 0; b < 8; ++b) {
-        _mm256_store_ps(scale[b] + r, _mm256_mul_ps(d, bytes_to_float8(s[b] + r)));
-        _mm256_store_ps(minimum[b] + r, _mm256_mul_ps(dmin, bytes_to_float8(m[b] + r)));
-      }
-    } else if constexpr (kFormat.scales == ScaleKind::kInt8Per16) {
-      const auto* h = reinterpret_cast<const Int8Per16Header*>(super_block);
-      const __m256 d = _mm256_loadu_ps(h->d + r);
-      for (int j = 0; j < 16; ++j) {
-        _mm256_store_ps(scale[j] + r, _mm256_mul_ps(d, signed_bytes_to_float8(h->scale[j] + r)));
-      }
-    } else {
-      const auto* h = reinterpret_cast<const Nibble16Header*>(super_block);
-      const __m256 d = half_to_float8(h->d + r), dmin = _mm256_sub_ps(zero, half_to_float8(h->dmin + r));
-      for (int j = 0; j < 16; ++j) {
-        const __m256i both =
-            _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(h->scale_min[j] + r)));
-        const __m256i s = _mm256_and_si256(both, _mm256_set1_epi32(15)), m = _mm256_srli_epi32(both, 4);
-        _mm256_store_ps(scale[j] + r, _mm256_mul_ps(d, _mm256_cvtepi32_ps(s)));
-        _mm256_store_ps(minimum[j] + r, _mm256_mul_ps(dmin, _mm256_cvtepi32_ps(m)));
-      }
+  constexpr int kSums = kFormat.blocks() * (kFormat.per16() ? 2 : 1);
+  const SuperScales<T> scales(super_block);
+  for (int h = 0; h < 2; ++h) {
+    for (int j = 0; j < kSums; ++j) {
+      _mm256_store_ps(scale[j] + h * kHalfRows, scales.scale(j, h));
+      if constexpr (kFormat.has_min) _mm256_store_ps(minimum[j] + h * kHalfRows, scales.minimum(j, h));
     }
   }
 }

@@ -14,7 +14,14 @@ constexpr int kMaxTile = 6;
 #else
 constexpr int kMaxTile = 5;
 #endif
-constexpr int kMaxTokens = 256;     // tokens that share an unpacked chunk: 16 KiB of accumulators
+constexpr int kMaxTokens = 256;  // tokens that share an unpacked chunk: 16 KiB of accumulators
+// vpmaddubsw adds two products of an unsigned code and a signed activation in int16. How many such results
+// fit into int16: codes up to 15: 8 results (8 * 2 * 15 * 128 = 30720); up to 31: 4 (31744); up to 63: 2
+// (32256). 8-bit codes are multiplied as two nibbles. So sums stay exact and are widened as rarely as
+// possible.
+constexpr int int16_quads(int bits) {
+  return bits <= 4 ? 8 : bits == 5 ? 4 : 2;
+}
 constexpr int kPrefetchChunks = 2;  // how far ahead of its use a chunk of codes is fetched
 
 // Codes that are fetched ahead of their use: a group's, then those at `after`, which are read next.

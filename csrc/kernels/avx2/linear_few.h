@@ -8,21 +8,24 @@
 namespace tellin {
 namespace {
 
-// As many as leave no register spilled (Zen 5: one more is slower than unpacking to L1).
+// As many as leave no register spilled (Zen 5: one more is slower than unpacking to L1); of 6-bit codes with
+// two planes as many as are faster than words.
+constexpr int few_tokens([[maybe_unused]] const PackedFormat& format, [[maybe_unused]] int planes) {
 #if defined(__AVXVNNI__)
-constexpr int kFewTokens = 5;
+  return 5;
 #else
-constexpr int kFewTokens = 4;
+  return format.bits == 6 && planes == 2 ? 2 : 4;
 #endif
+}
 
-// Formats whose codes can be added in bytes over a whole block.
+// Codes are added in bytes over a block, or 16 features of it.
 constexpr bool has_few_path(const PackedFormat& format) {
-  return format.is_quantized() && !format.per16() && format.bits <= 5;
+  return format.is_quantized() && format.bits <= 6;
 }
 
 // Adds quads [kQuad, kEnd) of a packed block to integer sums (int16, or int32 with vpdpbusd) that begin with
-// quad kBegin, and to the sums of codes.
-template <int kBits, int kBegin, int kQuad, int kEnd, bool kSumCodes, int kTokens>
+// quad kBegin, and to the sums of codes, which begin with quad kSumBegin.
+template <int kBits, int kSumBegin, int kBegin, int kQuad, int kEnd, bool kSumCodes, int kTokens>
 TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64_t row_bytes,
                                     __m256i (&sum)[2][kTokens], __m256i (&code_sum)[2]) {
   if constexpr (kQuad < kEnd) {
@@ -30,7 +33,7 @@ TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       w[h] = load_quad<kBits, kQuad>(block + h * kHalfBytes);
-      if constexpr (kSumCodes) add_codes(w[h], kQuad == 0, code_sum[h]);
+      if constexpr (kSumCodes) add_codes(w[h], kQuad == kSumBegin, code_sum[h]);
     }
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
@@ -38,54 +41,69 @@ TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) add_product(w[h], y, kQuad == kBegin, sum[h][t]);
     }
-    add_packed_quads<kBits, kBegin, kQuad + 1, kEnd, kSumCodes>(block, x, row_bytes, sum, code_sum);
+    add_packed_quads<kBits, kSumBegin, kBegin, kQuad + 1, kEnd, kSumCodes>(block, x, row_bytes, sum,
+                                                                           code_sum);
   }
 }
 
-// Exact int32 sums of a packed block's codes x one plane of activations.
-template <int kBits, bool kSumCodes, int kTokens>
+// Exact int32 sums of a packed block's codes x one plane of activations, over quads [kQuad, kEnd).
+template <int kBits, int kSumBegin, int kQuad, int kEnd, bool kSumCodes, int kTokens>
 TELLIN_INLINE void packed_plane_sums(const uint8_t* block, const int8_t* x, int64_t row_bytes,
                                      __m256i (&sum)[2][kTokens], __m256i (&code_sum)[2]) {
 #if defined(__AVXVNNI__)
-  add_packed_quads<kBits, 0, 0, 8, kSumCodes>(block, x, row_bytes, sum, code_sum);
+  add_packed_quads<kBits, kSumBegin, kQuad, kQuad, kEnd, kSumCodes>(block, x, row_bytes, sum, code_sum);
 #else
-  constexpr int kStop = kBits <= 4 ? 8 : 4;  // int16 sums that cannot overflow
+  constexpr int kStop = kQuad + int16_quads(kBits) < kEnd ? kQuad + int16_quads(kBits) : kEnd;
   const __m256i one = _mm256_set1_epi16(1);
-  add_packed_quads<kBits, 0, 0, kStop, kSumCodes>(block, x, row_bytes, sum, code_sum);
+  add_packed_quads<kBits, kSumBegin, kQuad, kQuad, kStop, kSumCodes>(block, x, row_bytes, sum, code_sum);
 #pragma GCC unroll 6
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) sum[h][t] = _mm256_madd_epi16(sum[h][t], one);
   }
-  if constexpr (kStop < 8) {
+  if constexpr (kStop < kEnd) {
     __m256i rest[2][kTokens];
-    add_packed_quads<kBits, kStop, kStop, 8, kSumCodes>(block, x, row_bytes, rest, code_sum);
+    packed_plane_sums<kBits, kSumBegin, kStop, kEnd, kSumCodes>(block, x, row_bytes, rest, code_sum);
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) add_int32(sum[h][t], _mm256_madd_epi16(rest[h][t], one));
+      for (int h = 0; h < 2; ++h) add_int32(sum[h][t], rest[h][t]);
     }
   }
 #endif
 }
 
-// One packed block added to acc. The roundings are those of add_block.
-template <QuantType T, class Act, int kTokens>
-TELLIN_INLINE void add_packed_block(const uint8_t* block, const uint8_t* x, int64_t row_bytes,
-                                    const float* scale, const float* minimum, __m256 (&acc)[2][kTokens]) {
+// Exact int32 sums of (codes - zero point) x whole activations over a packed block, or half kHalf of it.
+template <QuantType T, class Act, int kHalf, int kTokens>
+TELLIN_INLINE void packed_sums(const uint8_t* block, const Act* first, int64_t row_bytes,
+                               __m256i (&sum)[2][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
-  const auto* first = reinterpret_cast<const Act*>(x);
-  __m256i sum[2][kTokens], code_sum[2];
-  packed_plane_sums<kFormat.bits, Act::kPlanes == 1>(block, first->q[0], row_bytes, sum, code_sum);
+  constexpr int kBegin = kHalf == 1 ? 4 : 0, kEnd = kHalf == 0 ? 4 : 8;
+  __m256i code_sum[2];
+  packed_plane_sums<kFormat.bits, kBegin, kBegin, kEnd, Act::kPlanes == 1>(block, first->q[0], row_bytes, sum,
+                                                                           code_sum);
+  if constexpr (Act::kPlanes == 1 && kFormat.zero_point_log2 < 0) {
+    // The term of the activations' zero alone, from sums of pairs of codes.
+    const __m256i one = _mm256_set1_epi8(1);
+    const __m256i words[2] = {_mm256_maddubs_epi16(code_sum[0], one), _mm256_maddubs_epi16(code_sum[1], one)};
+#pragma GCC unroll 6
+    for (int t = 0; t < kTokens; ++t) {
+      const __m256i zero = _mm256_set1_epi16(act_row(first, t, row_bytes)->zero_pair[0][0]);
+      add_int32(sum[0][t], _mm256_madd_epi16(words[0], zero));
+      add_int32(sum[1][t], _mm256_madd_epi16(words[1], zero));
+    }
+    return;
+  }
   __m256i pairs[2];
   if constexpr (Act::kPlanes == 1) {
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      pairs[h] = code_pair_of<kFormat.bits>(code_sum[h], kBlockK, kFormat.zero_point());
+      pairs[h] = code_pair_of<kFormat.bits>(code_sum[h], 4 * (kEnd - kBegin), kFormat.zero_point());
     }
   } else {
     __m256i low[2][kTokens];
-    packed_plane_sums<kFormat.bits, false>(block, first->q[Act::kPlanes - 1], row_bytes, low, code_sum);
+    packed_plane_sums<kFormat.bits, kBegin, kBegin, kEnd, false>(block, first->q[Act::kPlanes - 1], row_bytes,
+                                                                 low, code_sum);
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
@@ -94,18 +112,50 @@ TELLIN_INLINE void add_packed_block(const uint8_t* block, const uint8_t* x, int6
       }
     }
   }
-  add_zero_terms<T>(first, row_bytes, 0, pairs, sum);
+  add_zero_terms<T>(first, row_bytes, kHalf + 1, pairs, sum);
+}
+
+// One packed block added to acc. The roundings are those of add_block.
+template <QuantType T, class Act, int kTokens>
+TELLIN_INLINE void add_packed_block(const uint8_t* block, const uint8_t* x, int64_t row_bytes,
+                                    const SuperScales<T>& scales, int b, __m256 (&acc)[2][kTokens]) {
+  constexpr PackedFormat kFormat = format_of(T);
+  constexpr int kLast = kFormat.per16() ? 1 : 0;
+  const auto* first = reinterpret_cast<const Act*>(x);
+  __m256i sum[2][kTokens];
+  __m256 product[2][kTokens];
+  if constexpr (kFormat.per16()) {
+    packed_sums<T, Act, 0>(block, first, row_bytes, sum);
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m256 s = scales.scale(2 * b, h);
+#pragma GCC unroll 6
+      for (int t = 0; t < kTokens; ++t) product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
+    }
+    packed_sums<T, Act, 1>(block, first, row_bytes, sum);
+  } else {
+    packed_sums<T, Act, -1>(block, first, row_bytes, sum);
+  }
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
-    const __m256 s = _mm256_load_ps(scale + h * kHalfRows);
+    const __m256 s = scales.scale((kLast + 1) * b + kLast, h);
+    __m256 m[2];
+    if constexpr (kFormat.has_min) {
+#pragma GCC unroll 2
+      for (int i = 0; i <= kLast; ++i) m[i] = scales.minimum((kLast + 1) * b + i, h);
+    }
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
       const Act* row = act_row(first, t, row_bytes);
-      const __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
-      acc[h][t] = _mm256_fmadd_ps(product, broadcast_float(&row->scale), acc[h][t]);
+      const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
+      const __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
+      acc[h][t] = _mm256_fmadd_ps(p, broadcast_float(&row->scale), acc[h][t]);
       if constexpr (kFormat.has_min) {
-        acc[h][t] =
-            _mm256_fmadd_ps(_mm256_load_ps(minimum + h * kHalfRows), broadcast_float(&row->sum), acc[h][t]);
+#pragma GCC unroll 2
+        for (int i = 0; i <= kLast; ++i) {
+          const __m256 x_sum = broadcast_float(kFormat.per16() ? &row->half_sum[i] : &row->sum);
+          acc[h][t] = _mm256_fmadd_ps(m[i], x_sum, acc[h][t]);
+        }
       }
     }
   }
@@ -117,7 +167,6 @@ __attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRow
                                        int64_t m0, int64_t g, const uint8_t* after) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kAhead = kPrefetchChunks * kChunkBlocks / kFormat.blocks() * kFormat.super_bytes();
-  alignas(32) float scale[kFormat.blocks()][kRows], minimum[kFormat.blocks()][kRows];
   __m256 acc[2][kTokens];
 #pragma GCC unroll 6
   for (int t = 0; t < kTokens; ++t) acc[0][t] = acc[1][t] = _mm256_setzero_ps();
@@ -126,11 +175,11 @@ __attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRow
   CodeStream ahead(super_block, w.group_bytes, after, kAhead);
   const uint8_t* row = x.data + m0 * x.row_bytes;
   for (; super_block < end; super_block += kFormat.super_bytes()) {
-    expand_scales<T>(super_block, scale, minimum);
+    const SuperScales<T> scales(super_block);
     const uint8_t* block = super_block + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b, block += kFormat.block_bytes(), row += sizeof(Act)) {
       ahead.fetch<kFormat.super_bytes() / kFormat.blocks()>();
-      add_packed_block<T, Act, kTokens>(block, row, x.row_bytes, scale[b], minimum[b], acc);
+      add_packed_block<T, Act, kTokens>(block, row, x.row_bytes, scales, b, acc);
     }
   }
   alignas(32) float rows[kRows];
@@ -142,7 +191,7 @@ __attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRow
   }
 }
 
-// Tokens [m0, m0 + tokens), tokens <= kFewTokens, x groups [g0, g1).
+// Tokens [m0, m0 + tokens), tokens <= few_tokens(), x groups [g0, g1).
 template <QuantType T, class Act>
 void linear_few(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int tokens, int64_t g0, int64_t g1,
                 float* out, int64_t ldo) {

@@ -4,11 +4,6 @@
 // in L1 and its scales to floats, then every tile of tokens runs over the chunk, its float accumulators
 // parked in L1. So a chunk is read from memory once for all tokens, and memory streams while tiles compute.
 //
-// vpmaddubsw adds two products of an unsigned code and a signed activation in int16. How many such results
-// fit into int16: codes up to 15: 8 results (8 * 2 * 15 * 128 = 30720); up to 31: 4 (31744); up to 63: 2
-// (32256). 8-bit codes are multiplied as two nibbles. So sums stay exact and are
-// widened as rarely as possible.
-//
 // A value is the same sequence of roundings as in the AVX-512 variant (see avx512/linear_int.h).
 #pragma once
 #include "linear_few.h"
@@ -96,7 +91,7 @@ TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t
       }
     }
   } else {
-    constexpr int kStep = kBits <= 4 ? 8 : kBits == 5 ? 4 : 2;
+    constexpr int kStep = int16_quads(kBits);
     constexpr int kStop = kQuad + kStep < kEnd ? kQuad + kStep : kEnd;
     add_quads<kQuad, kStop>(codes, x, row_bytes, true, sum);
 #pragma GCC unroll 6
@@ -284,7 +279,7 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
     const auto tokens = static_cast<int>(end - begin);
     if constexpr (has_few_path(format_of(T))) {
-      if (tokens <= kFewTokens) {
+      if (tokens <= few_tokens(format_of(T), Act::kPlanes)) {
         linear_few<T, Act>(w, x, begin, tokens, g0, g1, out, ldo);
         continue;
       }
