@@ -29,38 +29,53 @@ constexpr int kPrefetchBlocks = 16;  // how far ahead of its use a block of code
 // (Zen 5 beside busy neighbours: 48 GB/s for one token, with two groups 41).
 constexpr int kSingleTokens = 2;
 
-// Codes of a later chunk that a tile fetches while it computes: bytes [begin, end) of each group.
-struct CodePrefetch {
-  const uint8_t* begin;
-  const uint8_t* end;
-  int lines_per_block;
-  bool is_only_tile;  // fetches all of it, and no copy needs to stay in L2
-};
-
-// Fetches what is due with a block (kBytes: a block's share of a chunk) of kGroups groups.
-template <int kBytes, int kGroups>
-TELLIN_INLINE void prefetch_codes(CodePrefetch& ahead, size_t group_bytes) {
-  if (ahead.is_only_tile) {
-#pragma GCC unroll 2
-    for (int g = 0; g < kGroups; ++g) {
-#pragma GCC unroll 10
-      for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.begin + g * group_bytes + i, 0, 0);
-    }
-    ahead.begin += kBytes;
-  } else {
-    for (int i = 0; i < ahead.lines_per_block && ahead.begin < ahead.end; ++i, ahead.begin += 64) {
-#pragma GCC unroll 2
-      for (int g = 0; g < kGroups; ++g) __builtin_prefetch(ahead.begin + g * group_bytes, 0, 3);
-    }
-  }
-}
-
 // Expanded scales and code sums of one chunk, [sum][group][16].
 struct ChunkScales {
   alignas(64) float scale[2 * kLargestChunk][2][kRows];
   alignas(64) float minimum[2 * kLargestChunk][2][kRows];
   alignas(64) int32_t code_pair[2 * kLargestChunk][2][kRows];  // see first_sums; for 8-bit activations
 };
+
+// A tile of tokens of one chunk.
+struct Tile {
+  const uint8_t* codes;  // the chunk's first super-block of the first group
+  size_t group_bytes;
+  int num_supers;
+  const uint8_t* x;  // the first token's records
+  int64_t row_bytes;
+  ChunkScales* scales;
+  const float* start;  // [tokens][groups][16], 64-byte aligned: what the sums start with; nullptr: zero
+  float* end;          // [tokens][groups][16] with rows `end_stride` apart: where they are stored
+  int64_t end_stride;
+  __mmask16 end_mask;  // of the last group
+  // Codes of a later chunk, fetched while the tile computes: with each block `fetch_lines` lines of each
+  // group, the next block's being `fetch_step` bytes further. 0 lines: this tile fetches all of it, and no
+  // copy needs to stay in L2.
+  const uint8_t* fetch;
+  int fetch_lines;
+  int fetch_step;
+};
+
+// Fetches what is due with a block (kBytes: a block's share of a chunk) of kGroups groups.
+template <bool kIsFirst, int kBytes, int kGroups>
+TELLIN_INLINE void prefetch_codes(const Tile& tile, const uint8_t*& fetch) {
+  if (kIsFirst && tile.fetch_lines == 0) {
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) {
+#pragma GCC unroll 10
+      for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(fetch + g * tile.group_bytes + i, 0, 0);
+    }
+    fetch += kBytes;
+  } else {
+    // No look at where the chunk ends: a branch that goes either way within a tile costs 1 to 2 %.
+    const uint8_t* line = fetch;
+    for (int i = 0; i < tile.fetch_lines; ++i, line += 64) {
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroups; ++g) __builtin_prefetch(line + g * tile.group_bytes, 0, 3);
+    }
+    fetch += tile.fetch_step;
+  }
+}
 
 // One 32-feature block: acc[group][token] += scaled integer sums (and minima).
 template <QuantType T, class Act, bool kIsFirst, int kGroups, int kTokens>
@@ -114,11 +129,8 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
   }
 }
 
-// Runs a tile over `num_supers` super-blocks of a chunk. acc: [kTokens][kGroups][16], 64-byte aligned.
 template <QuantType T, class Act, bool kIsFirst, int kGroups, int kTokens>
-__attribute__((noinline)) void run_tile(const uint8_t* w, CodePrefetch ahead, size_t group_bytes,
-                                        int num_supers, const uint8_t* x, int64_t row_bytes,
-                                        ChunkScales* scales, bool is_first, float* acc_io) {
+__attribute__((noinline)) void run_tile(const Tile& tile) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kSums = kFormat.per16() ? 2 : 1;
   __m512 acc[kGroups][kTokens];
@@ -126,17 +138,21 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, CodePrefetch ahead, si
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
-      acc[g][t] = is_first ? _mm512_setzero_ps() : _mm512_load_ps(acc_io + (t * kGroups + g) * kRows);
+      acc[g][t] = tile.start == nullptr ? _mm512_setzero_ps()
+                                        : _mm512_load_ps(tile.start + (t * kGroups + g) * kRows);
     }
   }
-  ActRows<Act, kTokens> rows(x, row_bytes);
-  const float (*scale)[2][kRows] = scales->scale;
-  const float (*minimum)[2][kRows] = scales->minimum;
-  int32_t (*code_pair)[2][kRows] = scales->code_pair;
-  for (int s = 0; s < num_supers; ++s) {
+  const size_t group_bytes = tile.group_bytes;
+  ActRows<Act, kTokens> rows(tile.x, tile.row_bytes);
+  const float (*scale)[2][kRows] = tile.scales->scale;
+  const float (*minimum)[2][kRows] = tile.scales->minimum;
+  int32_t (*code_pair)[2][kRows] = tile.scales->code_pair;
+  const uint8_t* w = tile.codes;
+  const uint8_t* fetch = tile.fetch;
+  for (int s = 0; s < tile.num_supers; ++s) {
     const uint8_t* codes = w + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b) {
-      prefetch_codes<kFormat.super_bytes() / kFormat.blocks(), kGroups>(ahead, group_bytes);
+      prefetch_codes<kIsFirst, kFormat.super_bytes() / kFormat.blocks(), kGroups>(tile, fetch);
       add_block<T, Act, kIsFirst>(codes, group_bytes, rows, scale, minimum, code_pair, acc);
       codes += kFormat.block_bytes();
       rows.advance();
@@ -146,29 +162,31 @@ __attribute__((noinline)) void run_tile(const uint8_t* w, CodePrefetch ahead, si
     }
     w += kFormat.super_bytes();
   }
+  float* end = tile.end;
 #pragma GCC unroll 8
-  for (int t = 0; t < kTokens; ++t) {
-#pragma GCC unroll 4
-    for (int g = 0; g < kGroups; ++g) _mm512_store_ps(acc_io + (t * kGroups + g) * kRows, acc[g][t]);
+  for (int t = 0; t < kTokens; ++t, end += tile.end_stride) {
+    if constexpr (kGroups == 2) _mm512_storeu_ps(end, acc[0][t]);
+    _mm512_mask_storeu_ps(end + (kGroups - 1) * kRows, tile.end_mask, acc[kGroups - 1][t]);
   }
 }
 
+// The tile of 1 to kMaxTile tokens.
 template <QuantType T, class Act, bool kIsFirst, int kGroups>
-void run_tile_of(int tokens, const uint8_t* w, CodePrefetch ahead, size_t group_bytes, int num_supers,
-                 const uint8_t* x, int64_t row_bytes, ChunkScales* scales, bool is_first, float* acc) {
-#define TELLIN_TILE(n)                                                                                     \
-  case n:                                                                                                  \
-    return run_tile<T, Act, kIsFirst, kGroups, n>(w, ahead, group_bytes, num_supers, x, row_bytes, scales, \
-                                                  is_first, acc);
+auto tile_of(int tokens) -> void (*)(const Tile&) {
   switch (tokens) {
-    TELLIN_TILE(1)
-    TELLIN_TILE(2)
-    TELLIN_TILE(3)
-    TELLIN_TILE(4)
-    TELLIN_TILE(5)
-    TELLIN_TILE(6)
+    case 1:
+      return run_tile<T, Act, kIsFirst, kGroups, 1>;
+    case 2:
+      return run_tile<T, Act, kIsFirst, kGroups, 2>;
+    case 3:
+      return run_tile<T, Act, kIsFirst, kGroups, 3>;
+    case 4:
+      return run_tile<T, Act, kIsFirst, kGroups, 4>;
+    case 5:
+      return run_tile<T, Act, kIsFirst, kGroups, 5>;
+    default:
+      return run_tile<T, Act, kIsFirst, kGroups, 6>;
   }
-#undef TELLIN_TILE
 }
 
 struct IntProblem {
@@ -198,7 +216,19 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
       is_whole ? num_supers : (is_long ? kLongChunk : kShortChunk) / kFormat.blocks();
   const int64_t ahead_supers = is_whole ? num_supers : kPrefetchBlocks / kFormat.blocks();
   const uint8_t* const group = p.w.data + g0 * group_bytes;
-  const uint8_t* w = group;
+  // Tiles are of `least` tokens or, the last `num_greater` of them, of one more.
+  const int least = tokens / num_tiles, num_greater = tokens % num_tiles;
+  const auto run_first = tile_of<T, Act, true, kGroups>(least);
+  const auto run_least = tile_of<T, Act, false, kGroups>(least);
+  const auto run_greater = tile_of<T, Act, false, kGroups>(least + 1);
+  const int64_t last_rows = p.w.n - (g0 + kGroups - 1) * kRows;
+  const auto last_mask = static_cast<__mmask16>(last_rows >= kRows ? 0xffff : (1 << last_rows) - 1);
+  float* const out = p.out + m0 * p.ldo + g0 * kRows;
+  Tile tile;
+  tile.codes = group;
+  tile.group_bytes = group_bytes;
+  tile.row_bytes = p.x.row_bytes;
+  tile.scales = &scales;
   const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
   int64_t chunk_end = (num_supers - 1) % chunk_supers + 1;
   for (int64_t s0 = 0; s0 < num_supers; s0 = chunk_end, chunk_end += chunk_supers) {
@@ -206,36 +236,35 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
     for (int g = 0; g < kGroups; ++g) {
       for (int s = 0; s < chunk; ++s) {
         const int first = s * kFormat.blocks() * kSums;
-        expand_scales<T>(w + g * group_bytes + s * kFormat.super_bytes(), 2 * kRows, scales.scale[first][g],
-                         scales.minimum[first][g]);
+        expand_scales<T>(tile.codes + g * group_bytes + s * kFormat.super_bytes(), 2 * kRows,
+                         scales.scale[first][g], scales.minimum[first][g]);
       }
     }
     const int64_t next = s0 + ahead_supers;
-    const uint8_t* fetch = next < num_supers ? group + next * kFormat.super_bytes()
-                                             : after + (next - num_supers) * kFormat.super_bytes();
-    const int num_lines = chunk * kFormat.super_bytes() / 64;
-    const int tile_blocks = num_tiles * chunk * kFormat.blocks();
-    const int lines_per_block = (num_lines + tile_blocks - 1) / tile_blocks;
+    tile.fetch = next < num_supers ? group + next * kFormat.super_bytes()
+                                   : after + (next - num_supers) * kFormat.super_bytes();
+    constexpr int kBlockBytes = kFormat.super_bytes() / kFormat.blocks();
+    tile.fetch_step = (kBlockBytes + num_tiles - 1) / num_tiles;
+    tile.fetch_lines = num_tiles == 1 ? 0 : (tile.fetch_step + 63) / 64;
+    const bool is_last = chunk_end == num_supers;
+    tile.num_supers = chunk;
+    tile.x = x;
+    float* sums = acc;
+    tile.end = is_last ? out : acc;
+    tile.end_stride = is_last ? p.ldo : kGroups * kRows;
+    tile.end_mask = is_last ? last_mask : 0xffff;
     for (int i = 0; i < num_tiles; ++i) {
-      const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
-      const CodePrefetch ahead = {fetch + 64 * (num_lines * i / num_tiles),
-                                  fetch + 64 * (num_lines * (i + 1) / num_tiles), lines_per_block,
-                                  num_tiles == 1};
-      const auto run = i == 0 ? run_tile_of<T, Act, true, kGroups> : run_tile_of<T, Act, false, kGroups>;
-      run(t1 - t0, w, ahead, group_bytes, chunk, x + t0 * p.x.row_bytes, p.x.row_bytes, &scales, s0 == 0,
-          acc + t0 * kGroups * kRows);
+      const bool is_greater = i >= num_tiles - num_greater;
+      tile.start = s0 == 0 ? nullptr : sums;
+      (i == 0 ? run_first : is_greater ? run_greater : run_least)(tile);
+      const int done = least + (is_greater ? 1 : 0);
+      tile.x += done * p.x.row_bytes;
+      sums += done * kGroups * kRows;
+      tile.end += done * tile.end_stride;
+      tile.fetch += static_cast<int64_t>(chunk) * kFormat.blocks() * tile.fetch_step;
     }
-    w += chunk * kFormat.super_bytes();
+    tile.codes += chunk * kFormat.super_bytes();
     x += chunk * kFormat.blocks() * sizeof(Act);
-  }
-  for (int t = 0; t < tokens; ++t) {
-    for (int g = 0; g < kGroups; ++g) {
-      const int64_t column = (g0 + g) * kRows;
-      const int64_t left = p.w.n - column;
-      const auto mask = static_cast<__mmask16>(left >= kRows ? 0xffff : (1 << left) - 1);
-      _mm512_mask_storeu_ps(p.out + (m0 + t) * p.ldo + column, mask,
-                            _mm512_load_ps(acc + (t * kGroups + g) * kRows));
-    }
   }
 }
 
