@@ -305,9 +305,7 @@ class RowRun {
       kernels_.block_max(x_, n_, scratch_.maxima.data());  // entries were dropped
     }
     if (mass == 0 && !is_logits(mode_)) {
-      scratch_.masses.resize(static_cast<size_t>(num_sample_blocks(n_)));
-      mass = kernels_.block_mass(row.x, n_, row.maxima, row.max, row.inv_t, kNegInf, kNegInf,
-                                 scratch_.masses.data());
+      mass = kernels_.block_mass(row.x, n_, row.maxima, row.max, row.inv_t, kNegInf, kNegInf, nullptr);
     }
     const ValueMap value{is_logits(mode_), row.max, value_temperature,
                          is_logits(mode_) ? 0.0 : log_of_mass(mass)};
@@ -409,7 +407,6 @@ void Sampler::prompt_logprobs(const float* logits, int64_t stride, const float* 
     float* x = const_cast<float*>(logits + i * stride);
     const float* known = maxima == nullptr ? nullptr : maxima + i * maxima_stride;
     find_maxima(*kernels_, x, num_ids_, known, scratch.maxima);
-    scratch.masses.resize(scratch.maxima.size());
     const float max = max_of_maxima(*kernels_, scratch.maxima.data(), num_ids_);
     if (max == kPosInf) {
       status[i] = kRowNotFinite;
@@ -422,8 +419,8 @@ void Sampler::prompt_logprobs(const float* logits, int64_t stride, const float* 
     const LogitsRow row = {kernels_, x, num_ids_, scratch.maxima.data(), max, 1.0f};
     ValueMap value{is_logits(mode_), max, 1.0f, 0.0};
     if (!value.logits) {
-      value.log_mass = log_of_mass(
-          kernels_->block_mass(x, num_ids_, row.maxima, max, 1.0f, kNegInf, kNegInf, scratch.masses.data()));
+      value.log_mass =
+          log_of_mass(kernels_->block_mass(x, num_ids_, row.maxima, max, 1.0f, kNegInf, kNegInf, nullptr));
     }
     report(row, value, ids[i], nullptr, std::min(k, num_ids_), scratch.sorted_maxima, scratch.candidates,
            out_ids + i * out_stride, out_values + i * out_stride, ranks + i);

@@ -109,40 +109,45 @@ uint64_t keep_nucleus(std::vector<Candidate>& candidates, uint64_t wanted) {
   return before;
 }
 
-// Keeps the candidates for which keep() is true, in order; without branches, which would be mispredicted.
-template <class F>
-void keep_if(std::vector<Candidate>& candidates, F&& keep) {
-  size_t count = 0;
-  for (size_t i = 0; i < candidates.size(); ++i) {
-    const Candidate c = candidates[i];
-    candidates[count] = c;
-    count += static_cast<size_t>(keep(c));
+// Leaves in scratch.candidates what keep_nucleus keeps of many candidates of a row, in id order before and
+// after: they are weighed in bins of 1/64 nat below the maximum, and only the bin in which the limit falls is
+// put in order.
+uint64_t take_nucleus(const LogitsRow& row, const std::vector<Candidate>& listed, uint64_t wanted,
+                      SamplerScratch& scratch) {
+  std::vector<Candidate>& kept = scratch.candidates;
+  if (listed.size() <= kSorted) {
+    kept = listed;
+    return keep_nucleus(kept, wanted);
   }
-  candidates.resize(count);
-}
-
-// keep_nucleus for many candidates of a row, in id order before and after: they are weighed in bins of 1/64
-// nat below the maximum, and only the bin in which the limit falls is put in order.
-uint64_t keep_nucleus(const LogitsRow& row, std::vector<Candidate>& candidates, uint64_t wanted) {
-  if (candidates.size() <= kSorted) return keep_nucleus(candidates, wanted);
   std::array<uint64_t, kBins> mass{};
-  for (const Candidate& c : candidates) mass[static_cast<size_t>(bin_of(row, c.value))] += c.weight;
-  uint64_t before = 0;
-  int32_t limit = 0;
-  while (limit < kLastBin && before + mass[static_cast<size_t>(limit)] < wanted) {
-    before += mass[static_cast<size_t>(limit++)];
+  scratch.bins.resize(listed.size());
+  for (size_t i = 0; i < listed.size(); ++i) {
+    const auto bin = static_cast<size_t>(bin_of(row, listed[i].value));
+    scratch.bins[i] = static_cast<uint16_t>(bin);
+    mass[bin] += listed[i].weight;
   }
+  uint64_t before = 0;
+  size_t limit = 0;
+  while (limit < kLastBin && before + mass[limit] < wanted) before += mass[limit++];
   std::vector<Candidate> last;
-  keep_if(candidates, [&](const Candidate& c) {
-    const int32_t bin = bin_of(row, c.value);
-    if (bin == limit) last.push_back(c);
-    return bin <= limit;
-  });
-  if (last.empty()) return before;
+  for (size_t i = 0; i < listed.size(); ++i) {
+    if (scratch.bins[i] == limit) last.push_back(listed[i]);
+  }
+  if (last.empty()) {
+    kept = listed;
+    return before;
+  }
   before += keep_nucleus(last, wanted - before);
   const Candidate worst = worst_of(last);
   const Cut cut = {worst.value, worst.id};
-  keep_if(candidates, [&](const Candidate& c) { return cut.keeps(c.value, c.id); });
+  // Without branches, which would be mispredicted.
+  kept.resize(listed.size());
+  size_t count = 0;
+  for (const Candidate& c : listed) {
+    kept[count] = c;
+    count += static_cast<size_t>(cut.keeps(c.value, c.id));
+  }
+  kept.resize(count);
   return before;
 }
 
@@ -183,6 +188,12 @@ bool list_best(const LogitsRow& row, float lowest, std::vector<Candidate>& out) 
 float kth_largest(std::vector<float>& values, int64_t k) {
   std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
   return values[static_cast<size_t>(k - 1)];
+}
+
+// Keeps the nucleus of scratch.candidates.
+void keep_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
+  scratch.listed.swap(scratch.candidates);
+  take_nucleus(row, scratch.listed, nucleus_mass(top_p, mass_of(scratch.listed)), scratch);
 }
 
 // A value that the k-th best entry reaches: the k-th largest block maximum.
@@ -352,9 +363,8 @@ Draw draw_in_candidates(std::vector<Candidate>& candidates, uint64_t random) {
   return {candidates[chosen].id, total};
 }
 
-uint64_t total_mass(const LogitsRow& row, std::vector<uint64_t>& masses) {
-  return row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, kNegInf, kNegInf,
-                                 masses.data());
+uint64_t total_mass(const LogitsRow& row, uint64_t* masses) {
+  return row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, kNegInf, kNegInf, masses);
 }
 
 // Bounds on the total mass of a row: an estimate for blocks whose maximum is close to the row's, and their
@@ -402,7 +412,7 @@ Draw draw_in_row(const LogitsRow& row, const RowRandom& random, SamplerScratch& 
     }
   }
   scratch.tail_masses.resize(scratch.masses.size());
-  const uint64_t total = total_mass(row, scratch.tail_masses);
+  const uint64_t total = total_mass(row, scratch.tail_masses.data());
   if (scale_random(random.first, total) < head) {
     return {find_in_blocks(row, scratch.masses.data(), kWholeRow, scale_random(random.second, head)), total};
   }
@@ -420,29 +430,42 @@ bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
   std::vector<Candidate>& listed = scratch.listed;
   MassBounds bounds(row);
   size_t level = 0;
-  bounds.estimate(kEstimatedNats[level++]);
-  uint64_t least = nucleus_mass(top_p, bounds.least()), most = nucleus_mass(top_p, bounds.most());
-  float nats = 4.0f;
-  if (!list_best(row, row.max - nats / row.inv_t, listed)) return false;
-  for (;;) {
-    if (mass_of(listed) < least) {
-      nats += 1.5f;
-      if (nats >= 2.0f * kWeightCutoff || !list_best(row, row.max - nats / row.inv_t, listed)) return false;
-      continue;
-    }
-    scratch.candidates = listed;
-    if (keep_nucleus(row, scratch.candidates, least) >= most) return true;
-    // Bounds further apart than the limit's own weight would hardly decide.
-    const uint64_t near = worst_of(scratch.candidates).weight;
-    do {
-      if (level == kEstimatedNats.size()) {
-        least = most = nucleus_mass(top_p, total_mass(row, scratch.masses));
-        break;
-      }
+  uint64_t least = 0, most = 0;
+  const auto tighten = [&] {
+    if (level == kEstimatedNats.size()) {
+      least = most = nucleus_mass(top_p, total_mass(row, nullptr));
+    } else {
       bounds.estimate(kEstimatedNats[level++]);
       least = nucleus_mass(top_p, bounds.least());
       most = nucleus_mass(top_p, bounds.most());
-    } while (most - least > near);
+    }
+  };
+  tighten();
+  // The flatter a row, the further down its nucleus reaches.
+  const double flatness = std::ldexp(static_cast<double>(least), -kWeightBits);
+  float nats = flatness < 1.2 ? 4.0f : (flatness < 3.0 ? 5.5f : 7.0f);
+  for (bool is_listed = false;;) {
+    if (!is_listed) {
+      if (nats >= 2.0f * kWeightCutoff || !list_best(row, row.max - nats / row.inv_t, listed)) return false;
+      is_listed = true;
+    }
+    if (mass_of(listed) < least) {
+      nats += 1.5f;
+      is_listed = false;
+      continue;
+    }
+    // Bounds much further apart than the limit's own weight would hardly decide.
+    const double lightest = std::ldexp(std::exp(-static_cast<double>(nats)), kWeightBits);
+    if (listed.size() > kSorted / 4 && level < kEstimatedNats.size() &&
+        static_cast<double>(most - least) > 8.0 * lightest) {
+      tighten();
+      continue;
+    }
+    if (take_nucleus(row, listed, least, scratch) >= most) return true;
+    const uint64_t limit = worst_of(scratch.candidates).weight;
+    do {
+      tighten();
+    } while (most - least > limit);
   }
 }
 
@@ -450,7 +473,6 @@ bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
 
 MassRange mass_range(const SamplingKernels& kernels, const float* x, int64_t n, float inv_t, float nats) {
   std::vector<float> maxima(static_cast<size_t>(num_sample_blocks(n)));
-  std::vector<uint64_t> masses(maxima.size());
   kernels.block_max(x, n, maxima.data());
   // The row is only read: LogitsRow is shared with code that writes.
   const LogitsRow row = {
@@ -458,7 +480,7 @@ MassRange mass_range(const SamplingKernels& kernels, const float* x, int64_t n, 
   MassBounds bounds(row);
   bounds.estimate(nats / 2);
   bounds.estimate(nats);
-  return {bounds.least(), total_mass(row, masses), bounds.most()};
+  return {bounds.least(), total_mass(row, nullptr), bounds.most()};
 }
 
 float max_of_maxima(const SamplingKernels& kernels, const float* maxima, int64_t n) {
@@ -512,10 +534,10 @@ Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float mi
       lowest = std::max(lowest, top_k_bound(row, top_k, scratch.sorted_maxima));
       listed = lowest > kNegInf && list_best(row, lowest, candidates);
       if (listed) keep_best(candidates, static_cast<size_t>(top_k));
-      if (listed && has_top_p) keep_nucleus(row, candidates, nucleus_mass(top_p, mass_of(candidates)));
+      if (listed && has_top_p) keep_nucleus(row, top_p, scratch);
     } else if (has_min_p) {
       listed = list_best(row, lowest, candidates);
-      if (listed) keep_nucleus(row, candidates, nucleus_mass(top_p, mass_of(candidates)));
+      if (listed) keep_nucleus(row, top_p, scratch);
     } else {
       listed = list_nucleus(row, top_p, scratch);
     }

@@ -39,25 +39,64 @@ TELLIN_INLINE void store(float* p, const FloatVec& v) {
   std::memcpy(p, &v, sizeof v);
 }
 
+// out = a > b ? a : b, for which GCC does not always see the instruction.
+TELLIN_INLINE void larger(const FloatVec& a, const FloatVec& b, FloatVec& out) {
+#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512F__)
+  out = reinterpret_cast<FloatVec>(
+      _mm512_max_ps(reinterpret_cast<const __m512&>(a), reinterpret_cast<const __m512&>(b)));
+#elif TELLIN_SAMPLING_WIDTH == 8 && defined(__AVX2__)
+  out = reinterpret_cast<FloatVec>(
+      _mm256_max_ps(reinterpret_cast<const __m256&>(a), reinterpret_cast<const __m256&>(b)));
+#else
+  out = a > b ? a : b;
+#endif
+}
+
 // w = 2^kWeightBits * exp(z) for z <= 0 with a relative error below 2e-7; z is clamped to [-64, 0].
 // Cody-Waite reduction to |r| <= ln(2)/2 and the Taylor polynomial of degree 7 in Horner form, separate
-// multiplies and adds. Four vectors step by step, because one is a chain of dependent operations.
+// multiplies and adds (but where the product is exact). Four vectors step by step, because one is a chain of
+// dependent operations.
 constexpr int64_t kWide = 4;
+
+// out = c - a * b with an exact product.
+TELLIN_INLINE void subtract_exact_product(const FloatVec& c, const FloatVec& a, float b, FloatVec& out) {
+#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512F__)
+  out = reinterpret_cast<FloatVec>(_mm512_fnmadd_ps(reinterpret_cast<const __m512&>(a), _mm512_set1_ps(b),
+                                                    reinterpret_cast<const __m512&>(c)));
+#elif TELLIN_SAMPLING_WIDTH == 8 && defined(__FMA__)
+  out = reinterpret_cast<FloatVec>(_mm256_fnmadd_ps(reinterpret_cast<const __m256&>(a), _mm256_set1_ps(b),
+                                                    reinterpret_cast<const __m256&>(c)));
+#else
+  out = c - a * b;
+#endif
+}
+
+// x * 2^i for normal x and products, where `shifted` holds i in its low mantissa bits.
+TELLIN_INLINE void add_to_exponent(FloatVec& x, const FloatVec& shifted) {
+  IntVec bits, exponent;
+  std::memcpy(&bits, &x, sizeof bits);
+  std::memcpy(&exponent, &shifted, sizeof exponent);
+  bits += exponent << 23;
+  std::memcpy(&x, &bits, sizeof x);
+}
 
 TELLIN_INLINE void exp_weights(FloatVec (&z)[kWide], FloatVec (&w)[kWide]) {
   constexpr float kCoefficients[] = {1.0f / 720.0f, 1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f,
                                      0.5f,          1.0f,          1.0f};
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: rounds to an integer in the low mantissa bits
+  // 1.5 * 2^23 rounds to an integer in the low mantissa bits.
+  constexpr float kRound = 12582912.0f + static_cast<float>(kWeightBits);
+  const FloatVec lowest = FloatVec{} - 64.0f;
   FloatVec shifted[kWide];
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kWide; ++j) {
-    z[j] = z[j] < -64.0f ? FloatVec{} - 64.0f : z[j];
+    larger(z[j], lowest, z[j]);
     shifted[j] = z[j] * 1.44269504f + kRound;
   }
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kWide; ++j) {
     const FloatVec k = shifted[j] - kRound;
-    z[j] = (z[j] - k * 0.693359375f) - k * -2.12194440e-4f;
+    subtract_exact_product(z[j], k, 0.693359375f, z[j]);  // 9 bits times at most 7
+    z[j] -= k * -2.12194440e-4f;
     w[j] = z[j] * (1.0f / 5040.0f);
   }
 #pragma GCC unroll 7
@@ -70,12 +109,7 @@ TELLIN_INLINE void exp_weights(FloatVec (&z)[kWide], FloatVec (&w)[kWide]) {
   }
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kWide; ++j) {
-    IntVec exponent;
-    std::memcpy(&exponent, &shifted[j], sizeof exponent);
-    exponent = (exponent - 0x4B400000 + 127 + kWeightBits) << 23;
-    FloatVec scale;
-    std::memcpy(&scale, &exponent, sizeof scale);
-    w[j] *= scale;
+    add_to_exponent(w[j], shifted[j]);
   }
 }
 
@@ -103,17 +137,15 @@ TELLIN_INLINE void round_weights(const FloatVec& w, LongVec& low, LongVec& high)
 }
 #endif
 
-// Sum of the lanes of a + b.
-TELLIN_INLINE uint64_t sum_of_lanes(const LongVec& a, const LongVec& b) {
-  typedef uint64_t HalfLongVec __attribute__((vector_size(2 * TELLIN_SAMPLING_WIDTH)));
-  const LongVec sum = a + b;
-  HalfLongVec low, high;
-  std::memcpy(&low, &sum, sizeof low);
-  std::memcpy(&high, reinterpret_cast<const char*>(&sum) + sizeof low, sizeof high);
-  low += high;
+// Sum of the lanes.
+TELLIN_INLINE uint64_t sum_of_lanes(const LongVec& sum) {
+#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512F__)
+  return static_cast<uint64_t>(_mm512_reduce_add_epi64(reinterpret_cast<const __m512i&>(sum)));
+#else
   uint64_t total = 0;
-  for (int64_t i = 0; i < kHalfLanes / 2; ++i) total += low[i];
+  for (int64_t i = 0; i < kHalfLanes; ++i) total += sum[i];
   return total;
+#endif
 }
 
 // out = a * b + c, rounded once where the instruction set can.
@@ -129,32 +161,29 @@ TELLIN_INLINE void multiply_add(const FloatVec& a, const FloatVec& b, float c, F
 #endif
 }
 
-// Sum of 2^t for t <= 0 (at least -64) in every lane: a polynomial of degree 4, within 3e-6 of 2^f for |f| <=
+// Sum of 2^t for t <= 0 (at least -64) in every lane: a polynomial of degree 5, within 3e-7 of 2^f for |f| <=
 // 0.5. Not the same bits in every variant.
 TELLIN_INLINE void add_exp2(FloatVec (&t)[kWide], FloatVec& sum) {
   constexpr float kRound = 12582912.0f;  // as above
-  constexpr float kCoefficients[] = {0.05591785907745361f, 0.240247443318367f, 0.6931217908859253f,
-                                     0.9999992847442627f};
+  const FloatVec lowest = FloatVec{} - 64.0f;
+  constexpr float kCoefficients[] = {0.009675540961325169f, 0.05550713092088699f, 0.24022120237350464f,
+                                     0.6931469440460205f, 1.0000001192092896f};
   FloatVec shifted[kWide], p[kWide];
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kWide; ++j) {
-    t[j] = t[j] > -64.0f ? t[j] : FloatVec{} - 64.0f;
+    larger(t[j], lowest, t[j]);
     shifted[j] = t[j] + kRound;
     t[j] -= shifted[j] - kRound;
-    p[j] = FloatVec{} + 0.009570102207362652f;
+    p[j] = FloatVec{} + 0.0013276472454890609f;
   }
-#pragma GCC unroll 4
-  for (int64_t i = 0; i < 4; ++i) {
+#pragma GCC unroll 5
+  for (int64_t i = 0; i < 5; ++i) {
 #pragma GCC unroll 4
     for (int64_t j = 0; j < kWide; ++j) multiply_add(p[j], t[j], kCoefficients[i], p[j]);
   }
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kWide; ++j) {
-    IntVec bits, exponent;
-    std::memcpy(&bits, &p[j], sizeof bits);
-    std::memcpy(&exponent, &shifted[j], sizeof exponent);
-    bits += exponent << 23;
-    std::memcpy(&p[j], &bits, sizeof bits);
+    add_to_exponent(p[j], shifted[j]);
   }
 #pragma GCC unroll 2
   for (int64_t j = 0; j < kWide; j += 2) sum += p[j] + p[j + 1];
@@ -162,16 +191,18 @@ TELLIN_INLINE void add_exp2(FloatVec (&t)[kWide], FloatVec& sum) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// Sum over the lanes of float sums of a few blocks.
+// Sum of 2^t over many blocks: in float over few of them, so that roundings stay small, then in double.
 class EstimateSum {
  public:
-  TELLIN_MEMBER void add(const FloatVec& sum) {
-    HalfVec half[2];
-    std::memcpy(half, &sum, sizeof half);
-    low_ += __builtin_convertvector(half[0], DoubleVec);
-    high_ += __builtin_convertvector(half[1], DoubleVec);
+  TELLIN_MEMBER void add_block(FloatVec (&t)[kSampleBlock / kLanes]) {
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kSampleBlock / kLanes; i += kWide) {
+      add_exp2(reinterpret_cast<FloatVec(&)[kWide]>(t[i]), sum_);
+    }
+    if (++count_ % (kLanes / 2) == 0) flush();
   }
-  TELLIN_MEMBER double total() const {
+  TELLIN_MEMBER double total() {
+    flush();
     const DoubleVec sum = low_ + high_;
     double total = 0.0;
     for (int64_t i = 0; i < kHalfLanes; ++i) total += sum[i];
@@ -179,7 +210,23 @@ class EstimateSum {
   }
 
  private:
+  TELLIN_MEMBER void flush() {
+#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512DQ__)
+    const __m512 sum = reinterpret_cast<const __m512&>(sum_);
+    low_ += reinterpret_cast<DoubleVec>(_mm512_cvtps_pd(_mm512_castps512_ps256(sum)));
+    high_ += reinterpret_cast<DoubleVec>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(sum, 1)));
+#else
+    HalfVec half[2];
+    std::memcpy(half, &sum_, sizeof half);
+    low_ += __builtin_convertvector(half[0], DoubleVec);
+    high_ += __builtin_convertvector(half[1], DoubleVec);
+#endif
+    sum_ = FloatVec{};
+  }
+
+  FloatVec sum_ = {};
   DoubleVec low_ = {}, high_ = {};
+  int64_t count_ = 0;
 };
 
 }  // namespace

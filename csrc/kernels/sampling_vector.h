@@ -27,9 +27,11 @@ TELLIN_INLINE void block_weights(const float* x, float max, float inv_t, uint64_
   }
 }
 
-// Sum of the weights of one full block, of entries >= lowest if kHasLowest.
+// Sum of the weights of one full block, of entries >= lowest if kHasLowest: in lanes, kBlockBase too large.
+constexpr uint64_t kBlockBase = kSampleBlock * kIntegerBase;  // modulo 2^64, as the sums
+
 template <bool kHasLowest>
-TELLIN_INLINE uint64_t mass_of_block(const float* x, float max, float inv_t, float lowest) {
+TELLIN_INLINE void mass_of_block(const float* x, float max, float inv_t, float lowest, LongVec& mass) {
   LongVec sum[2] = {};
 #pragma GCC unroll 4
   for (int64_t i = 0; i < kSampleBlock; i += kWide * kLanes) {
@@ -50,7 +52,7 @@ TELLIN_INLINE uint64_t mass_of_block(const float* x, float max, float inv_t, flo
       sum[1] += high;
     }
   }
-  return sum_of_lanes(sum[0], sum[1]) - kSampleBlock * kIntegerBase;  // modulo 2^64
+  mass = sum[0] + sum[1];
 }
 
 // The last, short block of a row, padded with -infinity.
@@ -276,66 +278,63 @@ int64_t num_blocks_of(int64_t n) {
 uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
                     float least_max, uint64_t* masses) {
   const int64_t num_blocks = num_blocks_of(n);
-  std::memset(masses, 0, static_cast<size_t>(num_blocks) * sizeof(uint64_t));
+  if (masses != nullptr) std::memset(masses, 0, static_cast<size_t>(num_blocks) * sizeof(uint64_t));
   least_max = lowest > least_max ? lowest : least_max;
-  uint64_t total = 0;
+  LongVec total = {};
+  uint64_t count = 0;
   float padded[kSampleBlock];
   for_blocks(x, maxima, num_blocks, 0, least_max, kPosInf, [&](int64_t b) {
     if ((maxima[b] - max) * inv_t < -kWeightCutoff) return true;
     const float* block = block_entries(x, n, b, padded);
-    masses[b] = lowest > kNegInf ? mass_of_block<true>(block, max, inv_t, lowest)
-                                 : mass_of_block<false>(block, max, inv_t, lowest);
-    total += masses[b];
+    LongVec mass;
+    if (lowest > kNegInf) {
+      mass_of_block<true>(block, max, inv_t, lowest, mass);
+    } else {
+      mass_of_block<false>(block, max, inv_t, lowest, mass);
+    }
+    total += mass;
+    ++count;
+    if (masses != nullptr) masses[b] = sum_of_lanes(mass) - kBlockBase;
     return true;
   });
-  return total;
+  return sum_of_lanes(total) - count * kBlockBase;
 }
 
 double estimate_blocks(const float* x, int64_t n, const float* maxima, float lowest, float highest, float max,
                        float inv_t) {
   const float scale = inv_t * kLog2E;
-  EstimateSum total;
+  EstimateSum sum;
   float padded[kSampleBlock];
   for_blocks(x, maxima, num_blocks_of(n), 0, lowest, highest, [&](int64_t b) {
     const float* block = block_entries(x, n, b, padded);
-    FloatVec sum = {};
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < kSampleBlock; i += kWide * kLanes) {
-      FloatVec t[kWide];
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < kWide; ++j) {
-        load(block + i + j * kLanes, t[j]);
-        t[j] = (t[j] - max) * scale;
-      }
-      add_exp2(t, sum);
+    FloatVec t[kSampleBlock / kLanes];
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < kSampleBlock / kLanes; ++j) {
+      load(block + j * kLanes, t[j]);
+      t[j] = (t[j] - max) * scale;
     }
-    total.add(sum);
+    sum.add_block(t);
     return true;
   });
-  return total.total();
+  return sum.total();
 }
 
 double estimate_entries(const float* x, int64_t n, float highest, float max, float inv_t) {
   const float scale = inv_t * kLog2E;
-  EstimateSum total;
+  EstimateSum sum;
   float padded[kSampleBlock];
   for (int64_t b = 0; b < num_blocks_of(n); ++b) {
     const float* block = block_entries(x, n, b, padded);
-    FloatVec sum = {};
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < kSampleBlock; i += kWide * kLanes) {
-      FloatVec t[kWide];
-#pragma GCC unroll 4
-      for (int64_t j = 0; j < kWide; ++j) {
-        FloatVec v;
-        load(block + i + j * kLanes, v);
-        t[j] = v <= highest ? (v - max) * scale : FloatVec{} - 64.0f;
-      }
-      add_exp2(t, sum);
+    FloatVec t[kSampleBlock / kLanes];
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < kSampleBlock / kLanes; ++j) {
+      FloatVec v;
+      load(block + j * kLanes, v);
+      t[j] = v <= highest ? (v - max) * scale : FloatVec{} - 64.0f;
     }
-    total.add(sum);
+    sum.add_block(t);
   }
-  return total.total();
+  return sum.total();
 }
 
 void weights(const float* x, int64_t n, float max, float inv_t, uint64_t* out) {

@@ -97,6 +97,7 @@ struct SamplerScratch {
   std::vector<float> maxima, sorted_maxima, raw, raw_maxima;
   std::vector<uint64_t> masses, tail_masses;
   std::vector<Candidate> candidates, listed;
+  std::vector<uint16_t> bins;  // of listed
   std::vector<uint32_t> counts;
   std::vector<int32_t> touched;     // blocks whose maxima are to be found anew
   std::vector<uint8_t> is_touched;  // by block; 0 before and after
