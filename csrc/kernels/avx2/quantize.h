@@ -24,47 +24,41 @@ TELLIN_INLINE void store_plane(const __m256i (&v)[4], int8_t* q) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), ordered);
 }
 
-// Scale and sums of a block whose whole values are v + zero.
+// Rewrites the record of a block that has no finite values of some size: it is zero, or all its outputs are
+// NaN.
 template <class Act>
-TELLIN_INLINE void store_sums(float scale, int32_t zero, int32_t sum0, int32_t sum1, Act* out) {
-  out->scale = scale;
-  out->sum = scale * static_cast<float>(sum0 + sum1 + kBlockK * zero);
-  out->half_sum[0] = scale * static_cast<float>(sum0 + kBlockK / 2 * zero);
-  out->half_sum[1] = scale * static_cast<float>(sum1 + kBlockK / 2 * zero);
-}
-
-TELLIN_INLINE void quantize_finite(const __m256 (&v)[4], float magnitude, Act8* out) {
-  const __m256 highs = _mm256_max_ps(_mm256_max_ps(v[0], v[1]), _mm256_max_ps(v[2], v[3]));
-  const __m256 lows = _mm256_min_ps(_mm256_min_ps(v[0], v[1]), _mm256_min_ps(v[2], v[3]));
-  const float high = horizontal_max(highs), low = -horizontal_max(_mm256_xor_ps(lows, _mm256_set1_ps(-0.0f)));
-  const float least = magnitude * (kAct8Steps / kAct8LargestZero);
-  const float range = high - low > least ? high - low : least;
-  const float inverse = kAct8Steps / range;
-  const int32_t zero = _mm_cvtss_si32(_mm_set_ss(low * inverse)) + 128;
-  const __m256 factor = _mm256_set1_ps(inverse);
-  const __m256i zeros = _mm256_set1_epi32(zero);
-  __m256i q[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) q[i] = _mm256_sub_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(v[i], factor)), zeros);
-  store_plane(q, out->q[0]);
-  const int32_t sum0 = horizontal_sum(_mm256_add_epi32(q[0], q[1]));
-  const int32_t sum1 = horizontal_sum(_mm256_add_epi32(q[2], q[3]));
-  store_sums(range / kAct8Steps, zero, sum0, sum1, out);
-  const int32_t sums[3] = {sum0 + sum1, sum0, sum1};
-  for (int i = 0; i < 3; ++i) {
-    out->zero_pair[i][0] = static_cast<int16_t>(zero);
-    out->zero_pair[i][1] = static_cast<int16_t>(-sums[i]);
+void repair_block(const float* x, Act* out) {
+  bool is_finite = true, is_tiny = true;
+  for (int i = 0; i < kBlockK; ++i) {
+    const float magnitude = __builtin_fabsf(x[i]);
+    is_finite = is_finite && magnitude <= __FLT_MAX__;
+    is_tiny = is_tiny && magnitude < kTinyAct;
   }
-  out->reserved = 0;
+  if (is_finite && !is_tiny) return;
+  __builtin_memset(out, 0, sizeof *out);
+  if (!is_finite) out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
 }
 
-TELLIN_INLINE void quantize_finite(const __m256 (&x)[4], float magnitude, Act16* out) {
+// ---- 15 bits ----
+
+TELLIN_INLINE void quantize_block(const float* x, Act16* out) {
+  __m256 magnitudes = _mm256_setzero_ps(), finite = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m256 a = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x + 8 * i));
+    finite = _mm256_and_ps(finite, _mm256_cmp_ps(a, _mm256_set1_ps(__FLT_MAX__), _CMP_LE_OQ));
+    magnitudes = _mm256_max_ps(magnitudes, a);
+  }
+  const float magnitude = horizontal_max(magnitudes);
+  if (__builtin_expect(_mm256_movemask_ps(finite) != 0xff || !(magnitude >= kTinyAct), 0)) {
+    return repair_block(x, out);
+  }
   const __m256 factor = _mm256_set1_ps(kAct16Largest / magnitude);
   const __m256i half = _mm256_set1_epi32(1 << (kPlaneShift - 1));
   __m256i v[4], high[4], low[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(x[i], factor));
+    v[i] = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + 8 * i), factor));
     high[i] = _mm256_srai_epi32(_mm256_add_epi32(v[i], half), kPlaneShift);  // leaves a rest within [-64, 63]
     low[i] = _mm256_sub_epi32(v[i], _mm256_slli_epi32(high[i], kPlaneShift));
   }
@@ -72,43 +66,133 @@ TELLIN_INLINE void quantize_finite(const __m256 (&x)[4], float magnitude, Act16*
   store_plane(low, out->q[1]);
   const int32_t sum0 = horizontal_sum(_mm256_add_epi32(v[0], v[1]));
   const int32_t sum1 = horizontal_sum(_mm256_add_epi32(v[2], v[3]));
-  store_sums(magnitude / kAct16Largest, 0, sum0, sum1, out);
+  out->scale = magnitude / kAct16Largest;
+  out->sum = out->scale * static_cast<float>(sum0 + sum1);
+  out->half_sum[0] = out->scale * static_cast<float>(sum0);
+  out->half_sum[1] = out->scale * static_cast<float>(sum1);
   out->neg_sums[0] = -sum0;
   out->neg_sums[1] = -sum1;
 }
 
-template <class Act>
-TELLIN_INLINE void quantize_block(const float* x, Act* out) {
-  __m256 v[4];
-  const __m256 sign = _mm256_set1_ps(-0.0f), largest = _mm256_set1_ps(__FLT_MAX__);
-  __m256 magnitudes = _mm256_setzero_ps(), finite = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+// ---- 8 bits: two blocks, A and B, side by side ----
+
+template <int kLanes>
+TELLIN_INLINE __m256 lanes_of(__m256 a, __m256 b) {
+  return _mm256_permute2f128_ps(a, b, kLanes);
+}
+
+// The greatest value (low lane) and minus the least (high lane) of a block, in four parts.
+TELLIN_INLINE __m256 limits_of(const __m256 (&v)[4]) {
+  const __m256 high = _mm256_max_ps(_mm256_max_ps(v[0], v[1]), _mm256_max_ps(v[2], v[3]));
+  const __m256 least = _mm256_min_ps(_mm256_min_ps(v[0], v[1]), _mm256_min_ps(v[2], v[3]));
+  const __m256 low = _mm256_xor_ps(least, _mm256_set1_ps(-0.0f));
+  return _mm256_max_ps(lanes_of<0x20>(high, low), lanes_of<0x31>(high, low));
+}
+
+// Values of a block, in units of the inverse of `factor`: [0, 16) and [16, 32), each in the order of packs.
+TELLIN_INLINE void whole_words(const __m256 (&v)[4], __m256 factor, __m256i (&words)[2]) {
+  const auto whole = [&](__m256 x) { return _mm256_cvtps_epi32(_mm256_mul_ps(x, factor)); };
+  words[0] = _mm256_packs_epi32(whole(v[0]), whole(v[1]));
+  words[1] = _mm256_packs_epi32(whole(v[2]), whole(v[3]));
+}
+
+// Still in the order of packs.
+TELLIN_INLINE __m256i bytes_less(const __m256i (&words)[2], __m256i zero) {
+  return _mm256_packs_epi16(_mm256_sub_epi16(words[0], zero), _mm256_sub_epi16(words[1], zero));
+}
+
+// Sums of q + 128 over parts of both halves of a block, in each lane.
+TELLIN_INLINE __m256i octet_sums(__m256i q) {
+  return _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+}
+
+// `ends`: what follows q in a record.
+TELLIN_INLINE void store_record(__m256i q, __m256 ends, Act8* out) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q[0]), _mm256_permutevar8x32_epi32(q, order));
+  _mm256_storeu_ps(&out->scale, ends);
+}
+
+// Writes blocks A at x and B at x + 32 * (kCount - 1) to records out[0] and out[kCount - 1].
+template <int kCount>
+TELLIN_INLINE void quantize_pair(const float* x, Act8* out) {
+  __m256 a[4], b[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    v[i] = _mm256_loadu_ps(x + 8 * i);
-    const __m256 a = _mm256_andnot_ps(sign, v[i]);
-    finite = _mm256_and_ps(finite, _mm256_cmp_ps(a, largest, _CMP_LE_OQ));
-    magnitudes = _mm256_max_ps(magnitudes, a);
+    a[i] = _mm256_loadu_ps(x + 8 * i);
+    b[i] = _mm256_loadu_ps(x + (kCount - 1) * kBlockK + 8 * i);
   }
-  const float magnitude = horizontal_max(magnitudes);
-  const bool is_finite = _mm256_movemask_ps(finite) == 0xff;
-  if (__builtin_expect(is_finite && magnitude >= kTinyAct, 1)) {
-    quantize_finite(v, magnitude, out);
-  } else {
-    __builtin_memset(out, 0, sizeof *out);
-    if (!is_finite) out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
+  const __m256 limits_a = limits_of(a), limits_b = limits_of(b);
+  __m256 limits =
+      _mm256_max_ps(_mm256_shuffle_ps(limits_a, limits_b, 0x44), _mm256_shuffle_ps(limits_a, limits_b, 0xee));
+  limits = _mm256_max_ps(limits, _mm256_permute_ps(limits, 0xb1));  // lanes: A, A, B, B
+  const __m256 others = lanes_of<0x01>(limits, limits);
+  const __m256 magnitude = _mm256_max_ps(limits, others);
+  const __m256 range = _mm256_max_ps(_mm256_add_ps(limits, others),
+                                     _mm256_mul_ps(magnitude, _mm256_set1_ps(kAct8Steps / kAct8LargestZero)));
+  const __m256 steps = _mm256_set1_ps(kAct8Steps);
+  const __m256 inverse = _mm256_div_ps(steps, range), scale = _mm256_div_ps(range, steps);
+  const __m256i zero = _mm256_sub_epi32(
+      _mm256_set1_epi32(128), _mm256_cvtps_epi32(_mm256_mul_ps(lanes_of<0x11>(limits, limits), inverse)));
+
+  __m256i words_a[2], words_b[2];
+  whole_words(a, _mm256_permute_ps(inverse, 0x00), words_a);
+  whole_words(b, _mm256_permute_ps(inverse, 0xaa), words_b);
+  const __m256i qa = bytes_less(words_a, _mm256_shuffle_epi8(zero, _mm256_set1_epi16(0x0100)));
+  const __m256i qb = bytes_less(words_b, _mm256_shuffle_epi8(zero, _mm256_set1_epi16(0x0908)));
+
+  // What follows q in both records: A in the low lane, B in the high one.
+  const __m256 octets_a = _mm256_castsi256_ps(octet_sums(qa)), octets_b = _mm256_castsi256_ps(octet_sums(qb));
+  // Of q + 128: sums of the halves, then 0, sum, sums of the halves.
+  const __m256i halves = _mm256_add_epi64(_mm256_castps_si256(lanes_of<0x20>(octets_a, octets_b)),
+                                          _mm256_castps_si256(lanes_of<0x31>(octets_a, octets_b)));
+  const __m256i sums = _mm256_add_epi32(_mm256_shuffle_epi32(halves, _MM_SHUFFLE(2, 0, 0, 1)),
+                                        _mm256_shuffle_epi32(halves, _MM_SHUFFLE(1, 1, 2, 1)));
+  constexpr int kShift = 128 * kBlockK;
+  const __m256i shifts =
+      _mm256_setr_epi32(-1, kShift, kShift / 2, kShift / 2, -1, kShift, kShift / 2, kShift / 2);
+  const __m256i negative = _mm256_sub_epi32(shifts, sums);  // -1, -sum, -sums of the halves
+  const __m256i zeros = _mm256_permute4x64_epi64(zero, 0x50);
+  const __m256i log2_counts = _mm256_setr_epi32(32, 5, 4, 4, 32, 5, 4, 4);
+  const __m256i whole = _mm256_sub_epi32(_mm256_sllv_epi32(zeros, log2_counts), negative);
+  const __m256 scales = _mm256_castsi256_ps(_mm256_permute4x64_epi64(_mm256_castps_si256(scale), 0x50));
+  const __m256 floats = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), scales);
+  const __m256i pairs =
+      _mm256_bsrli_epi128(_mm256_blend_epi16(_mm256_slli_epi32(negative, 16), zeros, 0x55), 4);
+  store_record(qa, lanes_of<0x20>(floats, _mm256_castsi256_ps(pairs)), out);
+  if constexpr (kCount == 2) store_record(qb, lanes_of<0x31>(floats, _mm256_castsi256_ps(pairs)), out + 1);
+
+  // Whole values are within +-32001, but for those of NaN and infinities, which are -2^31.
+  const __m256i least =
+      _mm256_min_epi16(_mm256_min_epi16(words_a[0], words_a[1]), _mm256_min_epi16(words_b[0], words_b[1]));
+  const __m256i special = _mm256_cmpeq_epi16(least, _mm256_set1_epi16(-32768));
+  const __m256 tiny = _mm256_cmp_ps(magnitude, _mm256_set1_ps(kTinyAct), _CMP_NGE_UQ);
+  if (__builtin_expect(_mm256_movemask_epi8(_mm256_or_si256(special, _mm256_castps_si256(tiny))) != 0, 0)) {
+    for (int i = 0; i < kCount; ++i) repair_block(x + i * kBlockK, out + i);
   }
+}
+
+// ---- rows ----
+
+TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act8* out) {
+  for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2) quantize_pair<2>(x, out);
+  if (count == 1) quantize_pair<1>(x, out);
+}
+
+TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act16* out) {
+  for (int64_t b = 0; b < count; ++b) quantize_block(x + b * kBlockK, out + b);
 }
 
 template <class Act>
 void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
   auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
   const int64_t num_blocks = (k + 255) / 256 * 8, full = k / kBlockK;
-  for (int64_t b = 0; b < full; ++b) quantize_block(x + b * kBlockK, blocks + b);
-  for (int64_t b = full; b < num_blocks; ++b) {
-    float tail[kBlockK] = {};
-    for (int64_t i = b * kBlockK; i < k; ++i) tail[i - b * kBlockK] = x[i];
-    quantize_block(tail, blocks + b);
-  }
+  quantize_blocks(x, full, blocks);
+  __builtin_memset(blocks + full, 0, static_cast<size_t>(num_blocks - full) * sizeof(Act));
+  if (k % kBlockK == 0) return;
+  float last[kBlockK] = {};
+  __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
+  quantize_blocks(last, 1, blocks + full);
 }
 
 void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
@@ -122,12 +206,11 @@ void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row
 void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
                    const QuantizedRows& out) {
   uint8_t* target = out.data + row * out.row_bytes;
-  for (int64_t b = begin / kBlockK; b < end / kBlockK; ++b) {
-    if (precision == ActPrecision::kInt8) {
-      quantize_block(x + b * kBlockK, reinterpret_cast<Act8*>(target) + b);
-    } else {
-      quantize_block(x + b * kBlockK, reinterpret_cast<Act16*>(target) + b);
-    }
+  const int64_t first = begin / kBlockK, count = (end - begin) / kBlockK;
+  if (precision == ActPrecision::kInt8) {
+    quantize_blocks(x + begin, count, reinterpret_cast<Act8*>(target) + first);
+  } else {
+    quantize_blocks(x + begin, count, reinterpret_cast<Act16*>(target) + first);
   }
 }
 
