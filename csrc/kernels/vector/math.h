@@ -7,11 +7,12 @@ namespace {
 
 using V = Simd::V;
 
-// Cody-Waite reduction to |r| <= ln(2) / 2, then 1 + r + r^2 E(r). Results below the smallest normal number
-// are 0; arguments above 88.37 give exp(88.37).
-inline V vexp(V x) {
-  const V low = Simd::set1(-87.33654f);
-  const V clamped = Simd::min(Simd::set1(88.37626f), Simd::max(low, x));
+constexpr float kExpLeast = -87.33654f;  // exp of it is just above the smallest normal number
+
+// exp(x) for x within [kExpLeast, 88.37]; exp of the nearer end without. Cody-Waite reduction to
+// |r| <= ln(2) / 2, then 1 + r + r^2 E(r).
+inline V vexp_clamped(V x) {
+  const V clamped = Simd::min(Simd::set1(88.37626f), Simd::max(Simd::set1(kExpLeast), x));
   const V n = Simd::round(Simd::mul(clamped, Simd::set1(1.44269504088896341f)));
   V r = Simd::fnma(n, Simd::set1(0.693359375f), clamped);  // ln 2 in two parts, the first exact in 10 bits
   r = Simd::fnma(n, Simd::set1(-2.12194440e-4f), r);
@@ -21,12 +22,17 @@ inline V vexp(V x) {
   e = Simd::fma(e, r, Simd::set1(1.6666518885714118e-1f));
   e = Simd::fma(e, r, Simd::set1(5.000000095132497e-1f));
   const V p = Simd::add(Simd::set1(1.0f), Simd::fma(Simd::mul(r, r), e, r));
-  return Simd::select_lt(x, low, Simd::zero(), Simd::scale_pow2(p, n));
+  return Simd::scale_pow2(p, n);
+}
+
+// Results below the smallest normal number are 0; arguments above 88.37 give exp(88.37).
+inline V vexp(V x) {
+  return Simd::select_lt(x, Simd::set1(kExpLeast), Simd::zero(), vexp_clamped(x));
 }
 
 inline V vsigmoid(V x) {
   const V one = Simd::set1(1.0f);
-  return Simd::div(one, Simd::add(one, vexp(Simd::sub(Simd::zero(), x))));
+  return Simd::div(one, Simd::add(one, vexp_clamped(Simd::sub(Simd::zero(), x))));
 }
 
 // a + a t T(t) with t = a^2 below 0.625, else 1 - 2 / (exp(2a) + 1).
@@ -40,7 +46,7 @@ inline V vtanh(V x) {
   p = Simd::fma(p, t, Simd::set1(-3.3333283923588003e-1f));
   const V small = Simd::fma(Simd::mul(a, t), p, a);
   const V one = Simd::set1(1.0f);
-  const V large = Simd::sub(one, Simd::div(Simd::set1(2.0f), Simd::add(vexp(Simd::add(a, a)), one)));
+  const V large = Simd::sub(one, Simd::div(Simd::set1(2.0f), Simd::add(vexp_clamped(Simd::add(a, a)), one)));
   return Simd::copysign(Simd::select_lt(a, Simd::set1(0.625f), small, large), x);
 }
 
@@ -66,7 +72,7 @@ inline V verf(V x) {
   q = Simd::fma(q, a, Simd::set1(6.330396124522224e-1f));
   q = Simd::fma(q, a, Simd::set1(1.1296611570813329f));
   q = Simd::fma(q, a, Simd::set1(-2.0435989961057325e-4f));
-  const V large = Simd::sub(Simd::set1(1.0f), vexp(Simd::sub(Simd::zero(), q)));
+  const V large = Simd::sub(Simd::set1(1.0f), vexp_clamped(Simd::sub(Simd::zero(), q)));
   return Simd::copysign(Simd::select_lt(a, Simd::set1(1.0f), small, large), x);
 }
 
