@@ -17,6 +17,7 @@ namespace {
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 constexpr float kPosInf = std::numeric_limits<float>::infinity();
 constexpr int64_t kMinTeamEntries = 1 << 20;  // about 0.1 ms of work on one core
+constexpr size_t kScattered = 16;             // blocks in order that cost as much as one somewhere
 constexpr uint32_t kAdjusted = 0x80000000u;   // mark in the counts: the repetition penalty is applied
 
 bool is_id(int32_t id, int64_t n) {
@@ -166,6 +167,7 @@ class RowRun {
     if ((batch_.stages & kStageMasks) != 0 && !apply_masks()) return;
     if ((batch_.stages & kStagePenalties) != 0 && has_penalties(params_)) {
       keep_raw();
+      fetch_history();
       penalize(x_, n_, params_, history_, prompt_len_, history_len_, scratch_.counts);
       for (int64_t i = 0; i < history_len_; ++i) touch(history_[i]);
     }
@@ -176,7 +178,7 @@ class RowRun {
  private:
   // Brings the maxima up to date. Returns false if an entry is NaN or +infinity.
   bool refresh_maxima() {
-    const size_t many = scratch_.is_touched.size() / 8;  // to be found one by one
+    const size_t many = scratch_.is_touched.size() / kScattered;
     if (!maxima_valid_ || scratch_.touched.size() > many) {
       find_maxima(kernels_, x_, n_, nullptr, scratch_.maxima);
       maxima_valid_ = true;
@@ -189,6 +191,16 @@ class RowRun {
     }
     forget_touched();
     return max_of_maxima(kernels_, scratch_.maxima.data(), n_) < kPosInf;
+  }
+
+  // The blocks that penalties change lie anywhere, and nothing has read them since the head wrote them.
+  __attribute__((always_inline)) void fetch_history() const {  // out of line, GCC takes it for without effect
+    if (!maxima_valid_) return;
+    for (int64_t i = 0; i < history_len_; ++i) {
+      if (!is_id(history_[i], n_)) continue;
+      const float* block = x_ + history_[i] / kSampleBlock * kSampleBlock;
+      for (int64_t j = 0; j < kSampleBlock; j += 16) __builtin_prefetch(block + j);
+    }
   }
 
   // Entry `id` was changed.
