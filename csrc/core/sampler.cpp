@@ -125,6 +125,10 @@ double log_of_mass(uint64_t mass) {
   return std::log(static_cast<double>(mass)) - kWeightBits * 0.69314718055994530942;
 }
 
+double log_of_sum(const LogitsRow& row) {
+  return std::log(row.kernels->sum_exp(row.x, row.n, row.maxima, row.max, row.inv_t));
+}
+
 // One row of the table: the chosen id, then `others` (or the best ids).
 void report(const LogitsRow& row, const ValueMap& value, int32_t chosen, const std::vector<int32_t>* others,
             int64_t num_best, std::vector<float>& buffer, std::vector<Candidate>& best, int32_t* ids,
@@ -316,11 +320,8 @@ class RowRun {
     } else {
       kernels_.block_max(x_, n_, scratch_.maxima.data());  // entries were dropped
     }
-    if (mass == 0 && !is_logits(mode_)) {
-      mass = kernels_.block_mass(row.x, n_, row.maxima, row.max, row.inv_t, kNegInf, kNegInf, nullptr);
-    }
-    const ValueMap value{is_logits(mode_), row.max, value_temperature,
-                         is_logits(mode_) ? 0.0 : log_of_mass(mass)};
+    ValueMap value{is_logits(mode_), row.max, value_temperature, 0.0};
+    if (!value.logits) value.log_mass = mass != 0 ? log_of_mass(mass) : log_of_sum(row);
     const int64_t at = row_ * batch_.logprob_stride;
     const bool by_ids = !params_.logprob_ids.empty();
     report(row, value, id, by_ids ? &params_.logprob_ids : nullptr, columns_ - 1, scratch_.sorted_maxima,
@@ -430,10 +431,7 @@ void Sampler::prompt_logprobs(const float* logits, int64_t stride, const float* 
     }
     const LogitsRow row = {kernels_, x, num_ids_, scratch.maxima.data(), max, 1.0f};
     ValueMap value{is_logits(mode_), max, 1.0f, 0.0};
-    if (!value.logits) {
-      value.log_mass =
-          log_of_mass(kernels_->block_mass(x, num_ids_, row.maxima, max, 1.0f, kNegInf, kNegInf, nullptr));
-    }
+    if (!value.logits) value.log_mass = log_of_sum(row);
     report(row, value, ids[i], nullptr, std::min(k, num_ids_), scratch.sorted_maxima, scratch.candidates,
            out_ids + i * out_stride, out_values + i * out_stride, ranks + i);
     status[i] = kRowOk;

@@ -414,14 +414,14 @@ Draw draw_in_row(const LogitsRow& row, const RowRandom& random, SamplerScratch& 
   scratch.tail_masses.resize(scratch.masses.size());
   const uint64_t total = total_mass(row, scratch.tail_masses.data());
   if (scale_random(random.first, total) < head) {
-    return {find_in_blocks(row, scratch.masses.data(), kWholeRow, scale_random(random.second, head)), total};
+    return {find_in_blocks(row, scratch.masses.data(), kWholeRow, scale_random(random.second, head)), 0};
   }
   for (int64_t b = 0; b < num_sample_blocks(row.n); ++b) {
     if (row.maxima[b] >= least_max) scratch.tail_masses[static_cast<size_t>(b)] = 0;
   }
   return {
       find_in_blocks(row, scratch.tail_masses.data(), kWholeRow, scale_random(random.second, total - head)),
-      total};
+      0};
 }
 
 // Lists the nucleus of the whole row; false if it is too large. The total mass is found only as far as it

@@ -43,11 +43,11 @@ struct RowRandom {
 
 struct Draw {
   int32_t id;
-  uint64_t mass;  // of all that the filters leave
+  uint64_t mass;  // of all that the filters leave; 0 if there are none
 };
 
 // Draws an id from what min-p, top-k and top-p leave. With `forget_dropped` all other entries are overwritten
-// with -infinity and `mass` is set; without, it may be left at 0.
+// with -infinity.
 //
 // Without filters the draw has two steps, so that it rarely needs the whole row: blocks whose maximum lies
 // within 8 nats of the row's are the head; `first` chooses head or tail, `second` the entry there. With

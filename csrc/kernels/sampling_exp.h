@@ -161,71 +161,95 @@ TELLIN_INLINE void multiply_add(const FloatVec& a, const FloatVec& b, float c, F
 #endif
 }
 
-// Sum of 2^t for t <= 0 (at least -64) in every lane: a polynomial of degree 5, within 3e-7 of 2^f for |f| <=
-// 0.5. Not the same bits in every variant.
-TELLIN_INLINE void add_exp2(FloatVec (&t)[kWide], FloatVec& sum) {
+// t = 2^t for t <= 0 (at least -64): a polynomial of degree 5, within 2e-7 of 2^f for |f| <= 0.5 and exact
+// for 0. With fused multiply-adds it has not the same bits in every variant.
+template <bool kFused>
+TELLIN_INLINE void exp2_of(FloatVec* t) {
   constexpr float kRound = 12582912.0f;  // as above
   const FloatVec lowest = FloatVec{} - 64.0f;
-  constexpr float kCoefficients[] = {0.009675540961325169f, 0.05550713092088699f, 0.24022120237350464f,
-                                     0.6931469440460205f, 1.0000001192092896f};
+  constexpr float kCoefficients[] = {0.009671512991189957f, 0.05550733581185341f, 0.24022242426872253f,
+                                     0.6931470036506653f, 1.0f};
   FloatVec shifted[kWide], p[kWide];
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kWide; ++j) {
     larger(t[j], lowest, t[j]);
     shifted[j] = t[j] + kRound;
     t[j] -= shifted[j] - kRound;
-    p[j] = FloatVec{} + 0.0013276472454890609f;
+    p[j] = FloatVec{} + 0.001326472731307149f;
   }
 #pragma GCC unroll 5
   for (int64_t i = 0; i < 5; ++i) {
 #pragma GCC unroll 4
-    for (int64_t j = 0; j < kWide; ++j) multiply_add(p[j], t[j], kCoefficients[i], p[j]);
+    for (int64_t j = 0; j < kWide; ++j) {
+      if (kFused) {
+        multiply_add(p[j], t[j], kCoefficients[i], p[j]);
+      } else {
+        p[j] = p[j] * t[j] + kCoefficients[i];
+      }
+    }
   }
 #pragma GCC unroll 4
   for (int64_t j = 0; j < kWide; ++j) {
     add_to_exponent(p[j], shifted[j]);
+    t[j] = p[j];
   }
-#pragma GCC unroll 2
-  for (int64_t j = 0; j < kWide; j += 2) sum += p[j] + p[j + 1];
 }
 
 constexpr float kLog2E = 1.44269504f;
+constexpr int64_t kBlockVecs = kSampleBlock / kLanes;
 
-// Sum of 2^t over many blocks: in float over few of them, so that roundings stay small, then in double.
-class EstimateSum {
+// Adds lanes of floats to lanes of doubles.
+TELLIN_INLINE void add_floats(const FloatVec& v, DoubleVec& low, DoubleVec& high) {
+#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512DQ__)
+  const __m512 floats = reinterpret_cast<const __m512&>(v);
+  low += reinterpret_cast<DoubleVec>(_mm512_cvtps_pd(_mm512_castps512_ps256(floats)));
+  high += reinterpret_cast<DoubleVec>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(floats, 1)));
+#else
+  HalfVec half[2];
+  std::memcpy(half, &v, sizeof half);
+  low += __builtin_convertvector(half[0], DoubleVec);
+  high += __builtin_convertvector(half[1], DoubleVec);
+#endif
+}
+
+// Sum of 2^t over blocks: in float over few of them, so that roundings stay small, then in double. The fast
+// sum takes what the instruction set offers. The other one has the same bits in every variant: entries i, i +
+// 16, i + 32 ... are added up one after the other, and the 16 sums in the end.
+template <bool kFast>
+class BlockSum {
  public:
-  TELLIN_MEMBER void add_block(FloatVec (&t)[kSampleBlock / kLanes]) {
+  TELLIN_MEMBER void add(FloatVec (&t)[kBlockVecs]) {
 #pragma GCC unroll 4
-    for (int64_t i = 0; i < kSampleBlock / kLanes; i += kWide) {
-      add_exp2(reinterpret_cast<FloatVec(&)[kWide]>(t[i]), sum_);
-    }
-    if (++count_ % (kLanes / 2) == 0) flush();
+    for (int64_t i = 0; i < kBlockVecs; i += kWide) exp2_of<kFast>(t + i);
+#pragma GCC unroll 16
+    for (int64_t j = 0; j < kBlockVecs; ++j) sum_[j % kParts] += t[j];
+    if (++count_ % kBlocksInFloat == 0) flush();
   }
   TELLIN_MEMBER double total() {
     flush();
-    const DoubleVec sum = low_ + high_;
-    double total = 0.0;
-    for (int64_t i = 0; i < kHalfLanes; ++i) total += sum[i];
+    double lanes[kParts * kLanes], total = 0.0;
+    for (int64_t i = 0; i < kParts; ++i) {
+      std::memcpy(lanes + i * kLanes, &low_[i], sizeof low_[i]);
+      std::memcpy(lanes + i * kLanes + kHalfLanes, &high_[i], sizeof high_[i]);
+    }
+    for (const double lane : lanes) total += lane;
     return total;
   }
 
  private:
+  static constexpr int64_t kParts = kFast ? 1 : 16 / kLanes;
+  static constexpr int64_t kBlocksInFloat = kFast ? kLanes / 4 : 2;
+
   TELLIN_MEMBER void flush() {
-#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512DQ__)
-    const __m512 sum = reinterpret_cast<const __m512&>(sum_);
-    low_ += reinterpret_cast<DoubleVec>(_mm512_cvtps_pd(_mm512_castps512_ps256(sum)));
-    high_ += reinterpret_cast<DoubleVec>(_mm512_cvtps_pd(_mm512_extractf32x8_ps(sum, 1)));
-#else
-    HalfVec half[2];
-    std::memcpy(half, &sum_, sizeof half);
-    low_ += __builtin_convertvector(half[0], DoubleVec);
-    high_ += __builtin_convertvector(half[1], DoubleVec);
-#endif
-    sum_ = FloatVec{};
+#pragma GCC unroll 4
+    for (int64_t i = 0; i < kParts; ++i) {
+      add_floats(sum_[i], low_[i], high_[i]);
+      sum_[i] = FloatVec{};
+    }
   }
 
-  FloatVec sum_ = {};
-  DoubleVec low_ = {}, high_ = {};
+  FloatVec sum_[kParts] = {};
+  DoubleVec low_[kParts] = {}, high_[kParts] = {};
   int64_t count_ = 0;
 };
 

@@ -300,39 +300,49 @@ uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, f
   return sum_of_lanes(total) - count * kBlockBase;
 }
 
-double estimate_blocks(const float* x, int64_t n, const float* maxima, float lowest, float highest, float max,
-                       float inv_t) {
+template <bool kFast>
+TELLIN_INLINE double sum_of_blocks(const float* x, int64_t n, const float* maxima, float lowest,
+                                   float highest, float max, float inv_t) {
   const float scale = inv_t * kLog2E;
-  EstimateSum sum;
+  BlockSum<kFast> sum;
   float padded[kSampleBlock];
   for_blocks(x, maxima, num_blocks_of(n), 0, lowest, highest, [&](int64_t b) {
     const float* block = block_entries(x, n, b, padded);
-    FloatVec t[kSampleBlock / kLanes];
+    FloatVec t[kBlockVecs];
 #pragma GCC unroll 16
-    for (int64_t j = 0; j < kSampleBlock / kLanes; ++j) {
+    for (int64_t j = 0; j < kBlockVecs; ++j) {
       load(block + j * kLanes, t[j]);
       t[j] = (t[j] - max) * scale;
     }
-    sum.add_block(t);
+    sum.add(t);
     return true;
   });
   return sum.total();
 }
 
+double sum_exp(const float* x, int64_t n, const float* maxima, float max, float inv_t) {
+  return sum_of_blocks<false>(x, n, maxima, max - kWeightCutoff / inv_t, max, max, inv_t);
+}
+
+double estimate_blocks(const float* x, int64_t n, const float* maxima, float lowest, float highest, float max,
+                       float inv_t) {
+  return sum_of_blocks<true>(x, n, maxima, lowest, highest, max, inv_t);
+}
+
 double estimate_entries(const float* x, int64_t n, float highest, float max, float inv_t) {
   const float scale = inv_t * kLog2E;
-  EstimateSum sum;
+  BlockSum<true> sum;
   float padded[kSampleBlock];
   for (int64_t b = 0; b < num_blocks_of(n); ++b) {
     const float* block = block_entries(x, n, b, padded);
-    FloatVec t[kSampleBlock / kLanes];
+    FloatVec t[kBlockVecs];
 #pragma GCC unroll 16
     for (int64_t j = 0; j < kSampleBlock / kLanes; ++j) {
       FloatVec v;
       load(block + j * kLanes, v);
       t[j] = v <= highest ? (v - max) * scale : FloatVec{} - 64.0f;
     }
-    sum.add_block(t);
+    sum.add(t);
   }
   return sum.total();
 }
@@ -420,9 +430,8 @@ void divide(float* x, int64_t n, float divisor) {
 
 extern const SamplingKernels TELLIN_SAMPLING_TABLE;
 const SamplingKernels TELLIN_SAMPLING_TABLE = {
-    TELLIN_SAMPLING_ISA, block_max,        tile_max, block_mass,
-    estimate_blocks,     estimate_entries, weights,  list_entries,
-    count_at_least,      apply_bitmask,    divide,
+    TELLIN_SAMPLING_ISA, block_max, tile_max,     block_mass,     sum_exp,       estimate_blocks,
+    estimate_entries,    weights,   list_entries, count_at_least, apply_bitmask, divide,
 };
 
 }  // namespace tellin

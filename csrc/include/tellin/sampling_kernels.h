@@ -39,6 +39,9 @@ struct SamplingKernels {
   // is below least_max, unless `masses` is null; returns the sum over all blocks. inv_t = 1 / temperature.
   uint64_t (*block_mass)(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
                          float least_max, uint64_t* masses);
+  // Sum of exp((x - max) * inv_t), within 1e-6 of it; float32, so the same bits in every variant. For
+  // log-probabilities: half the work of block_mass.
+  double (*sum_exp)(const float* x, int64_t n, const float* maxima, float max, float inv_t);
   // About the sum of exp((x - max) * inv_t) over all entries of the blocks whose maximum lies in [lowest,
   // highest]; over all entries <= highest. Times 2^kWeightBits it differs from the sum of the weights by at
   // most kEstimateError of it and one per entry. Much cheaper than block_mass, but not the same bits in every
