@@ -17,6 +17,13 @@ TELLIN_INLINE __m512i broadcast_word(const void* p) {
   return _mm512_set1_epi32(word);
 }
 
+// A vector of equal words. kIsHere: it is made where it is used, and takes no register in a loop around it.
+template <bool kIsHere>
+TELLIN_INLINE __m512i repeat_word(int32_t word) {
+  if constexpr (kIsHere) asm volatile("" : "+r"(word));
+  return _mm512_set1_epi32(word);
+}
+
 // The current records of a tile's rows. Rows 3 apart get a pointer each, the two between are reached by
 // index: half the registers (the empty asm keeps the compiler from undoing this).
 template <class Act, int kTokens>
@@ -141,9 +148,15 @@ TELLIN_INLINE void later_sums(const uint8_t* codes, size_t group_bytes, const Ac
   }
 }
 
+// Whether sums of a block and its codes fill the registers.
+template <class Act, int kHalf>
+constexpr bool is_tight(int values) {
+  return Act::kPlanes == 1 && kHalf < 0 && values >= 10;
+}
+
 // Adds quad kQuad of a block: its codes x every plane of the activations, and the codes themselves (kStarts:
-// to nothing).
-template <QuantType T, int kQuad, bool kStarts, class Act, int kGroups, int kTokens>
+// to nothing). kIsTight: their sum is formed at once, for the compiler likes to keep all codes until the end.
+template <QuantType T, int kQuad, bool kStarts, bool kIsTight, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                                  __m512i (&sum)[Act::kPlanes][kGroups][kTokens],
                                  __m512i (&code_sum)[kGroups]) {
@@ -157,6 +170,7 @@ TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const
         code_sum[g] = _mm512_dpbusd_epi32(code_sum[g], w[g], _mm512_set1_epi8(1));
       } else {
         code_sum[g] = kStarts ? w[g] : _mm512_add_epi8(code_sum[g], w[g]);
+        if constexpr (kIsTight) asm("" : "+v"(code_sum[g]));
       }
     }
   }
@@ -182,6 +196,7 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
   constexpr int kPair = kHalf + 1;
   constexpr int kQuads = kHalf < 0 ? 8 : 4;
   constexpr int kFirst = kHalf > 0 ? 4 : 0;
+  constexpr bool kIsTight = is_tight<Act, kHalf>(kGroups * kTokens);
   __m512i sum[Act::kPlanes][kGroups][kTokens], code_sum[kGroups];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; ++g) {
@@ -192,23 +207,23 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
       for (int plane = 0; plane < Act::kPlanes; ++plane) sum[plane][g][t] = _mm512_setzero_si512();
     }
   }
-  multiply_quad<T, kFirst, true>(codes, group_bytes, x, sum, code_sum);
-  if constexpr (kHalf < 0) multiply_quad<T, 4, false>(codes, group_bytes, x, sum, code_sum);
-  multiply_quad<T, kFirst + 1, false>(codes, group_bytes, x, sum, code_sum);
-  if constexpr (kHalf < 0) multiply_quad<T, 5, false>(codes, group_bytes, x, sum, code_sum);
-  multiply_quad<T, kFirst + 2, false>(codes, group_bytes, x, sum, code_sum);
-  if constexpr (kHalf < 0) multiply_quad<T, 6, false>(codes, group_bytes, x, sum, code_sum);
-  multiply_quad<T, kFirst + 3, false>(codes, group_bytes, x, sum, code_sum);
-  if constexpr (kHalf < 0) multiply_quad<T, 7, false>(codes, group_bytes, x, sum, code_sum);
+  multiply_quad<T, kFirst, true, kIsTight>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (kHalf < 0) multiply_quad<T, 4, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
+  multiply_quad<T, kFirst + 1, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (kHalf < 0) multiply_quad<T, 5, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
+  multiply_quad<T, kFirst + 2, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (kHalf < 0) multiply_quad<T, 6, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
+  multiply_quad<T, kFirst + 3, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
+  if constexpr (kHalf < 0) multiply_quad<T, 7, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
   if constexpr (Act::kPlanes == 1) {
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
       if constexpr (kFormat.bits < 8) {  // 8 codes of at most 31, or 4 of 63, were added in a byte
-        code_sum[g] = _mm512_dpbusd_epi32(_mm512_set1_epi32(-4 * kQuads * kFormat.zero_point()), code_sum[g],
-                                          _mm512_set1_epi8(1));
+        code_sum[g] = _mm512_dpbusd_epi32(repeat_word<kIsTight>(-4 * kQuads * kFormat.zero_point()),
+                                          code_sum[g], repeat_word<kIsTight>(0x01010101));
       }
       const __m512i pair =
-          _mm512_mask_blend_epi16(0xaaaaaaaa, code_sum[g], _mm512_set1_epi32(kFormat.zero_point() << 16));
+          _mm512_mask_blend_epi16(0xaaaaaaaa, code_sum[g], repeat_word<kIsTight>(kFormat.zero_point() << 16));
       _mm512_store_si512(code_pair[g], pair);
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
