@@ -454,10 +454,10 @@ bool list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
       is_listed = false;
       continue;
     }
-    // Bounds much further apart than the limit's own weight would hardly decide.
+    // Of many entries the limit is hardly found by bounds further apart than the lightest one's weight.
     const double lightest = std::ldexp(std::exp(-static_cast<double>(nats)), kWeightBits);
     if (listed.size() > kSorted / 4 && level < kEstimatedNats.size() &&
-        static_cast<double>(most - least) > 8.0 * lightest) {
+        static_cast<double>(most - least) > lightest) {
       tighten();
       continue;
     }
