@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -48,6 +48,13 @@ def hidden_rows_are_tokens(backend: Backend) -> bool:
     """Whether `Backend.hidden` has a row per token; else it has one per logits index."""
     plan: Plan = backend.plan  # type: ignore[attr-defined]
     return plan.hidden is not None and plan.hidden.rows is Rows.TOKENS
+
+
+def block_maxima(backend: Backend | None) -> npt.NDArray[np.float32] | None:
+    """`NativeBackend.block_maxima` of the last pass; None from backends that do not find them."""
+    find: Callable[[], npt.NDArray[np.float32] | None] | None
+    find = getattr(backend, "block_maxima", None)
+    return None if find is None else find()
 
 
 def open_backend(config: EngineConfig, path: Path) -> Backend:

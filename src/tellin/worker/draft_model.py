@@ -19,7 +19,7 @@ from tellin.exceptions import EngineError, InvalidParameterError
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.sampler import Sampler, SampleRows
 from tellin.sampling_params import SamplingParams
-from tellin.worker.backends import Backend, open_backend
+from tellin.worker.backends import Backend, block_maxima, open_backend
 from tellin.worker.input_batch import InputBatch
 from tellin.worker.spec_decode import Drafter
 from tellin.worker.step_inputs import build_step
@@ -158,10 +158,16 @@ class DraftModelDrafter(Drafter):
         )
 
     def _argmax(self, logits: Float32Array) -> Int32Array:
+        """Best ids by the logits of the last pass."""
         count = len(logits)
         zeros = np.zeros(count, np.int32)
         rows = SampleRows(
-            zeros, np.arange(count, dtype=np.int32), zeros, zeros, np.zeros((1, 1), np.int32)
+            zeros,
+            np.arange(count, dtype=np.int32),
+            zeros,
+            zeros,
+            np.zeros((1, 1), np.int32),
+            maxima=block_maxima(self._live()),
         )
         return self._sampler.sample(logits, rows).tokens
 

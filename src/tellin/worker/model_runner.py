@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from tellin.exceptions import EngineError
 from tellin.kernels.sampler import Sampler, SampleResult, SampleRows
 from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tellin.worker.backends import Backend, hidden_rows_are_tokens
+from tellin.worker.backends import Backend, block_maxima, hidden_rows_are_tokens
 from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
 from tellin.worker.lora import AdapterBackend, LoRAManager
@@ -128,12 +128,6 @@ class ModelRunner:
     def replace_backend(self, backend: Backend) -> None:
         """Go on with a wrapper of the backend, or without one: same weights, same pool."""
         self._backend = backend
-
-    def _block_maxima(self) -> Float32Array | None:
-        """Block maxima of the last pass's logits, if the backend found them."""
-        find: Callable[[], Float32Array | None] | None
-        find = getattr(self._backend, "block_maxima", None)
-        return None if find is None else find()
 
     # ------------------------------------------------------------------ forward
 
@@ -326,7 +320,7 @@ class ModelRunner:
     def _fill(self, rows: PromptRows, logits: Float32Array, first: int) -> None:
         """Fill a table from the rows of the last pass's logits that begin at ``first``."""
         end = first + len(rows.token_rows)
-        maxima = self._block_maxima()
+        maxima = block_maxima(self._backend)
         ids = self.batch.token_ids[rows.state.slot, : rows.start + 1 + end - first]
         error = rows.table.fill(
             self.sampler,
@@ -348,7 +342,7 @@ class ModelRunner:
         processor_errors: dict[int, str] = {}
         steady, self._steady = self._steady, None
         if steady is not None and grammar is None:
-            steady_output = steady.sample(self.sampler, logits, self._block_maxima())
+            steady_output = steady.sample(self.sampler, logits, block_maxima(self._backend))
             if steady_output is not None:
                 self._steady = steady
                 steady_output.model_time_s = seconds + time.perf_counter() - started
@@ -432,7 +426,7 @@ class ModelRunner:
             lens,
             batch.num_prompt_tokens[slots],
             batch.token_ids,
-            maxima=self._block_maxima(),
+            maxima=block_maxima(self._backend),
         )
         if grammar is not None:
             rows.bitmask = np.ascontiguousarray(grammar.bitmask, np.int32)
