@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tellin.config import SpeculativeConfig
+from tellin.kernels.batch import StepBatch
 from tellin.sampling_params import SamplingParams
 from tellin.step_protocol import GrammarOutput, LogprobsLists
 from tellin.worker.model_runner import ModelRunner
@@ -39,6 +40,48 @@ def solo(i: int, count: int) -> list[int]:
     d = driver()
     d.add("x", prompt_of(i), PARAMS[i], rng_key=100 + i)
     return d.run(count)["x"][:count]
+
+
+class MaximaBackend(FakeBackend):
+    """Also finds the block maxima of each pass, as the native backend does."""
+
+    calls = 0
+
+    def forward(self, batch: StepBatch) -> np.ndarray:
+        logits = super().forward(batch)
+        starts = np.arange(0, self.vocab_size, 64)
+        self.maxima = np.maximum.reduceat(logits, starts, axis=1)
+        return logits
+
+    def block_maxima(self) -> np.ndarray:
+        self.calls += 1
+        return self.maxima
+
+
+@pytest.mark.parametrize("case", ["steady", "logprobs", "processors"])
+def test_block_maxima_are_used_and_change_nothing(case: str) -> None:
+    """In steady steps and others, for prompts, beside processors that change logits in between."""
+    outputs, prompts, calls = [], [], []
+    for kind in (FakeBackend, MaximaBackend):
+        backend = kind(300)
+        d = Driver(ModelRunner(make_config(300), backend))
+        for i, params in enumerate(PARAMS):
+            if case != "steady" or params.logprobs is None:
+                d.add(f"r{i}", prompt_of(i), params, rng_key=i)
+        d.add("prompt", prompt_of(2), SamplingParams(prompt_logprobs=3, top_p=0.7), rng_key=9)
+        if case == "processors":
+            forced = SamplingParams(logits_processors=[lambda ids, row: row[::-1] - 7], top_p=0.5)
+            d.add("processed", prompt_of(1), forced, rng_key=5)
+        first = d.step()
+        prompts.append(first.prompt_logprobs)
+        d.run(20)
+        outputs.append(d.outputs)
+        calls.append(getattr(backend, "calls", 0))
+        assert (d.runner._steady is not None) == (case == "steady")
+    assert outputs[0] == outputs[1]
+    assert prompts[0] == prompts[1]
+    assert calls[0] == 0
+    assert calls[1] >= 20
 
 
 def test_promise_1_batch_chunks_and_preemption() -> None:
