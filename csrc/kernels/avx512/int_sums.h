@@ -148,6 +148,13 @@ TELLIN_INLINE void later_sums(const uint8_t* codes, size_t group_bytes, const Ac
   }
 }
 
+// Whether the only tile fetches codes with each quad instead of each block: 18 lines at once hold up the
+// loads that follow (Q8_0, 3 to 5 rows: 29 GB/s instead of 32).
+template <QuantType T>
+constexpr bool fetches_by_quad(int groups) {
+  return format_of(T).bits == 8 && groups == 2;
+}
+
 // Whether sums of a block and its codes fill the registers.
 template <class Act, int kHalf>
 constexpr bool is_tight(int values) {
@@ -156,11 +163,22 @@ constexpr bool is_tight(int values) {
 
 // Adds quad kQuad of a block: its codes x every plane of the activations, and the codes themselves (kStarts:
 // to nothing). kIsTight: their sum is formed at once, for the compiler likes to keep all codes until the end.
+// `fetch`: the block that is fetched meanwhile (see fetches_by_quad); nullptr: none.
 template <QuantType T, int kQuad, bool kStarts, bool kIsTight, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                                 __m512i (&sum)[Act::kPlanes][kGroups][kTokens],
-                                 __m512i (&code_sum)[kGroups]) {
+                                 __m512i (&sum)[Act::kPlanes][kGroups][kTokens], __m512i (&code_sum)[kGroups],
+                                 const uint8_t* fetch) {
   constexpr PackedFormat kFormat = format_of(T);
+  if constexpr (fetches_by_quad<T>(kGroups)) {
+    constexpr int kLines = (kFormat.super_bytes() / kFormat.blocks() + 63) / 64;
+    if (fetch != nullptr) {
+#pragma GCC unroll 2
+      for (int i = kQuad * kLines / 8; i < (kQuad + 1) * kLines / 8; ++i) {
+#pragma GCC unroll 2
+        for (int g = 0; g < kGroups; ++g) __builtin_prefetch(fetch + g * group_bytes + 64 * i, 0, 0);
+      }
+    }
+  }
   __m512i w[kGroups];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; ++g) {
@@ -191,7 +209,8 @@ TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const
 // zero point, zero point) in the rows' 32-bit lanes.
 template <QuantType T, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                              int32_t (&code_pair)[2][kRows], __m512i (&out)[kGroups][kTokens]) {
+                              int32_t (&code_pair)[2][kRows], __m512i (&out)[kGroups][kTokens],
+                              const uint8_t* fetch) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kPair = kHalf + 1;
   constexpr int kQuads = kHalf < 0 ? 8 : 4;
@@ -207,14 +226,14 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
       for (int plane = 0; plane < Act::kPlanes; ++plane) sum[plane][g][t] = _mm512_setzero_si512();
     }
   }
-  multiply_quad<T, kFirst, true, kIsTight>(codes, group_bytes, x, sum, code_sum);
-  if constexpr (kHalf < 0) multiply_quad<T, 4, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
-  multiply_quad<T, kFirst + 1, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
-  if constexpr (kHalf < 0) multiply_quad<T, 5, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
-  multiply_quad<T, kFirst + 2, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
-  if constexpr (kHalf < 0) multiply_quad<T, 6, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
-  multiply_quad<T, kFirst + 3, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
-  if constexpr (kHalf < 0) multiply_quad<T, 7, false, kIsTight>(codes, group_bytes, x, sum, code_sum);
+  multiply_quad<T, kFirst, true, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
+  if constexpr (kHalf < 0) multiply_quad<T, 4, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
+  multiply_quad<T, kFirst + 1, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
+  if constexpr (kHalf < 0) multiply_quad<T, 5, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
+  multiply_quad<T, kFirst + 2, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
+  if constexpr (kHalf < 0) multiply_quad<T, 6, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
+  multiply_quad<T, kFirst + 3, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
+  if constexpr (kHalf < 0) multiply_quad<T, 7, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
   if constexpr (Act::kPlanes == 1) {
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
@@ -246,9 +265,10 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
 // Exact sums of (codes - zero point) x whole activations over a block (kHalf < 0) or its half kHalf.
 template <QuantType T, bool kIsFirst, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void block_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                              int32_t (&code_pair)[2][kRows], __m512i (&sum)[kGroups][kTokens]) {
+                              int32_t (&code_pair)[2][kRows], __m512i (&sum)[kGroups][kTokens],
+                              const uint8_t* fetch) {
   if constexpr (kIsFirst) {
-    first_sums<T, kHalf>(codes, group_bytes, x, code_pair, sum);
+    first_sums<T, kHalf>(codes, group_bytes, x, code_pair, sum, fetch);
   } else {
     later_sums<T, kHalf>(codes, group_bytes, x, code_pair, sum);
   }

@@ -56,14 +56,17 @@ struct Tile {
   int fetch_step;
 };
 
-// Fetches what is due with a block (kBytes: a block's share of a chunk) of kGroups groups.
-template <bool kIsFirst, int kBytes, int kGroups>
+// Fetches what is due with a block of kGroups groups.
+template <QuantType T, bool kIsFirst, int kGroups>
 TELLIN_INLINE void prefetch_codes(const Tile& tile, const uint8_t*& fetch) {
+  constexpr int kBytes = format_of(T).super_bytes() / format_of(T).blocks();
   if (kIsFirst && tile.fetch_lines == 0) {
+    if constexpr (!fetches_by_quad<T>(kGroups)) {
 #pragma GCC unroll 2
-    for (int g = 0; g < kGroups; ++g) {
+      for (int g = 0; g < kGroups; ++g) {
 #pragma GCC unroll 10
-      for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(fetch + g * tile.group_bytes + i, 0, 0);
+        for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(fetch + g * tile.group_bytes + i, 0, 0);
+      }
     }
     fetch += kBytes;
   } else {
@@ -77,15 +80,16 @@ TELLIN_INLINE void prefetch_codes(const Tile& tile, const uint8_t*& fetch) {
   }
 }
 
-// One 32-feature block: acc[group][token] += scaled integer sums (and minima).
+// One 32-feature block: acc[group][token] += scaled integer sums (and minima). `fetch`: see multiply_quad.
 template <QuantType T, class Act, bool kIsFirst, int kGroups, int kTokens>
 TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                              const float (*scale)[2][kRows], const float (*minimum)[2][kRows],
-                             int32_t (*code_pair)[2][kRows], __m512 (&acc)[kGroups][kTokens]) {
+                             int32_t (*code_pair)[2][kRows], __m512 (&acc)[kGroups][kTokens],
+                             const uint8_t* fetch) {
   constexpr PackedFormat kFormat = format_of(T);
   __m512i sum[kGroups][kTokens];
   if constexpr (!kFormat.per16()) {
-    block_sums<T, kIsFirst, -1>(codes, group_bytes, x, code_pair[0], sum);
+    block_sums<T, kIsFirst, -1>(codes, group_bytes, x, code_pair[0], sum, fetch);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const auto* block = x.block(t);
@@ -99,7 +103,7 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
       }
     }
   } else {
-    block_sums<T, kIsFirst, 0>(codes, group_bytes, x, code_pair[0], sum);
+    block_sums<T, kIsFirst, 0>(codes, group_bytes, x, code_pair[0], sum, fetch);
     __m512 product[kGroups][kTokens];
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
@@ -108,7 +112,7 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
         product[g][t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
       }
     }
-    block_sums<T, kIsFirst, 1>(codes, group_bytes, x, code_pair[1], sum);
+    block_sums<T, kIsFirst, 1>(codes, group_bytes, x, code_pair[1], sum, fetch);
 #pragma GCC unroll 8
     for (int t = 0; t < kTokens; ++t) {
       const auto* block = x.block(t);
@@ -152,8 +156,9 @@ __attribute__((noinline)) void run_tile(const Tile& tile) {
   for (int s = 0; s < tile.num_supers; ++s) {
     const uint8_t* codes = w + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b) {
-      prefetch_codes<kIsFirst, kFormat.super_bytes() / kFormat.blocks(), kGroups>(tile, fetch);
-      add_block<T, Act, kIsFirst>(codes, group_bytes, rows, scale, minimum, code_pair, acc);
+      const uint8_t* by_quad = kIsFirst && tile.fetch_lines == 0 ? fetch : nullptr;
+      prefetch_codes<T, kIsFirst, kGroups>(tile, fetch);
+      add_block<T, Act, kIsFirst>(codes, group_bytes, rows, scale, minimum, code_pair, acc, by_quad);
       codes += kFormat.block_bytes();
       rows.advance();
       scale += kSums;
