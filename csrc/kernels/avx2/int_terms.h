@@ -117,30 +117,30 @@ TELLIN_INLINE __m256 broadcast_float(const float* p) {
 
 // Adds the terms of the activations' zero and of the codes' zero point to the sums of a block or half (pair
 // 0: block; 1, 2: halves).
-template <QuantType T, int kTokens>
-TELLIN_INLINE void add_zero_terms(const Act8* x, int64_t row_bytes, int pair, const __m256i (&code_pair)[2],
-                                  __m256i (&sum)[2][kTokens]) {
-#pragma GCC unroll 6
+template <QuantType T, int kHalves, int kTokens>
+TELLIN_INLINE void add_zero_terms(const Act8* x, int64_t row_bytes, int pair,
+                                  const __m256i (&code_pair)[kHalves], __m256i (&sum)[kHalves][kTokens]) {
+#pragma GCC unroll 7
   for (int t = 0; t < kTokens; ++t) {
     const __m256i zero = broadcast_word(act_row(x, t, row_bytes)->zero_pair[pair]);
-    add_int32(sum[0][t], _mm256_madd_epi16(zero, code_pair[0]));
-    add_int32(sum[1][t], _mm256_madd_epi16(zero, code_pair[1]));
+#pragma GCC unroll 2
+    for (int h = 0; h < kHalves; ++h) add_int32(sum[h][t], _mm256_madd_epi16(zero, code_pair[h]));
   }
 }
 
-template <QuantType T, int kTokens>
-TELLIN_INLINE void add_zero_terms(const Act16* x, int64_t row_bytes, int pair, const __m256i (&)[2],
-                                  __m256i (&sum)[2][kTokens]) {
+template <QuantType T, int kHalves, int kTokens>
+TELLIN_INLINE void add_zero_terms(const Act16* x, int64_t row_bytes, int pair, const __m256i (&)[kHalves],
+                                  __m256i (&sum)[kHalves][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kFormat.zero_point_log2 >= 0) {
-#pragma GCC unroll 6
+#pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
       const Act16* block = act_row(x, t, row_bytes);
       __m256i term = broadcast_word(&block->neg_sums[pair == 2 ? 1 : 0]);
       if (pair == 0) add_int32(term, broadcast_word(&block->neg_sums[1]));
       term = _mm256_slli_epi32(term, kFormat.zero_point_log2);
-      add_int32(sum[0][t], term);
-      add_int32(sum[1][t], term);
+#pragma GCC unroll 2
+      for (int h = 0; h < kHalves; ++h) add_int32(sum[h][t], term);
     }
   }
 }
@@ -152,7 +152,7 @@ TELLIN_INLINE void scale_half(const float (&scale)[kRows], const __m256i (&sum)[
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
     const __m256 s = _mm256_load_ps(scale + h * kHalfRows);
-#pragma GCC unroll 6
+#pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
   }
 }
@@ -165,7 +165,7 @@ TELLIN_INLINE void scale_sums(const Act* x, int64_t row_bytes, const float (*sca
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kLast = kFormat.per16() ? 1 : 0;
   const __m256 s[2] = {_mm256_load_ps(scale[kLast]), _mm256_load_ps(scale[kLast] + kHalfRows)};
-#pragma GCC unroll 6
+#pragma GCC unroll 7
   for (int t = 0; t < kTokens; ++t) {
     const Act* block = act_row(x, t, row_bytes);
     const __m256 x_scale = broadcast_float(&block->scale);

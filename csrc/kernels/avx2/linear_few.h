@@ -8,14 +8,22 @@
 namespace tellin {
 namespace {
 
-// As many as leave no register spilled (Zen 5: one more is slower than unpacking to L1); of 6-bit codes with
-// two planes as many as are faster than words.
-constexpr int few_tokens([[maybe_unused]] const PackedFormat& format, [[maybe_unused]] int planes) {
+// Up to as many tokens as leave no register spilled, both halves of the rows share the loads of activations;
+// more tokens take one half after the other.
 #if defined(__AVXVNNI__)
-  return 5;
+constexpr int kWholeTokens = 5;
 #else
-  return format.bits == 6 && planes == 2 ? 2 : 4;
+constexpr int kWholeTokens = 4;
 #endif
+
+// As many tokens as are faster here (Zen 5): without a zero point their terms take less than in linear_int.h;
+// two planes of 6-bit codes are better multiplied as words.
+constexpr int few_tokens(const PackedFormat& format, [[maybe_unused]] int planes) {
+  if (format.zero_point_log2 < 0) return 7;
+#if !defined(__AVXVNNI__)
+  if (format.bits == 6 && planes == 2) return 2;
+#endif
+  return kWholeTokens;
 }
 
 // Codes are added in bytes over a block, or 16 features of it.
@@ -25,21 +33,21 @@ constexpr bool has_few_path(const PackedFormat& format) {
 
 // Adds quads [kQuad, kEnd) of a packed block to integer sums (int16, or int32 with vpdpbusd) that begin with
 // quad kBegin, and to the sums of codes, which begin with quad kSumBegin.
-template <int kBits, int kSumBegin, int kBegin, int kQuad, int kEnd, bool kSumCodes, int kTokens>
+template <int kBits, int kSumBegin, int kBegin, int kQuad, int kEnd, bool kSumCodes, int kHalves, int kTokens>
 TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64_t row_bytes,
-                                    __m256i (&sum)[2][kTokens], __m256i (&code_sum)[2]) {
+                                    __m256i (&sum)[kHalves][kTokens], __m256i (&code_sum)[kHalves]) {
   if constexpr (kQuad < kEnd) {
-    __m256i w[2];
+    __m256i w[kHalves];
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < kHalves; ++h) {
       w[h] = load_quad<kBits, kQuad>(block + h * kHalfBytes);
       if constexpr (kSumCodes) add_codes(w[h], kQuad == kSumBegin, code_sum[h]);
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
       const __m256i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) add_product(w[h], y, kQuad == kBegin, sum[h][t]);
+      for (int h = 0; h < kHalves; ++h) add_product(w[h], y, kQuad == kBegin, sum[h][t]);
     }
     add_packed_quads<kBits, kSumBegin, kBegin, kQuad + 1, kEnd, kSumCodes>(block, x, row_bytes, sum,
                                                                            code_sum);
@@ -47,67 +55,68 @@ TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64
 }
 
 // Exact int32 sums of a packed block's codes x one plane of activations, over quads [kQuad, kEnd).
-template <int kBits, int kSumBegin, int kQuad, int kEnd, bool kSumCodes, int kTokens>
+template <int kBits, int kSumBegin, int kQuad, int kEnd, bool kSumCodes, int kHalves, int kTokens>
 TELLIN_INLINE void packed_plane_sums(const uint8_t* block, const int8_t* x, int64_t row_bytes,
-                                     __m256i (&sum)[2][kTokens], __m256i (&code_sum)[2]) {
+                                     __m256i (&sum)[kHalves][kTokens], __m256i (&code_sum)[kHalves]) {
 #if defined(__AVXVNNI__)
   add_packed_quads<kBits, kSumBegin, kQuad, kQuad, kEnd, kSumCodes>(block, x, row_bytes, sum, code_sum);
 #else
   constexpr int kStop = kQuad + int16_quads(kBits) < kEnd ? kQuad + int16_quads(kBits) : kEnd;
   const __m256i one = _mm256_set1_epi16(1);
   add_packed_quads<kBits, kSumBegin, kQuad, kQuad, kStop, kSumCodes>(block, x, row_bytes, sum, code_sum);
-#pragma GCC unroll 6
+#pragma GCC unroll 7
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) sum[h][t] = _mm256_madd_epi16(sum[h][t], one);
+    for (int h = 0; h < kHalves; ++h) sum[h][t] = _mm256_madd_epi16(sum[h][t], one);
   }
   if constexpr (kStop < kEnd) {
-    __m256i rest[2][kTokens];
+    __m256i rest[kHalves][kTokens];
     packed_plane_sums<kBits, kSumBegin, kStop, kEnd, kSumCodes>(block, x, row_bytes, rest, code_sum);
-#pragma GCC unroll 6
+#pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) add_int32(sum[h][t], rest[h][t]);
+      for (int h = 0; h < kHalves; ++h) add_int32(sum[h][t], rest[h][t]);
     }
   }
 #endif
 }
 
 // Exact int32 sums of (codes - zero point) x whole activations over a packed block, or half kHalf of it.
-template <QuantType T, class Act, int kHalf, int kTokens>
+template <QuantType T, class Act, int kHalf, int kHalves, int kTokens>
 TELLIN_INLINE void packed_sums(const uint8_t* block, const Act* first, int64_t row_bytes,
-                               __m256i (&sum)[2][kTokens]) {
+                               __m256i (&sum)[kHalves][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kBegin = kHalf == 1 ? 4 : 0, kEnd = kHalf == 0 ? 4 : 8;
-  __m256i code_sum[2];
+  __m256i code_sum[kHalves];
   packed_plane_sums<kFormat.bits, kBegin, kBegin, kEnd, Act::kPlanes == 1>(block, first->q[0], row_bytes, sum,
                                                                            code_sum);
   if constexpr (Act::kPlanes == 1 && kFormat.zero_point_log2 < 0) {
     // The term of the activations' zero alone, from sums of pairs of codes.
     const __m256i one = _mm256_set1_epi8(1);
-    const __m256i words[2] = {_mm256_maddubs_epi16(code_sum[0], one), _mm256_maddubs_epi16(code_sum[1], one)};
-#pragma GCC unroll 6
+#pragma GCC unroll 2
+    for (int h = 0; h < kHalves; ++h) code_sum[h] = _mm256_maddubs_epi16(code_sum[h], one);
+#pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
       const __m256i zero = _mm256_set1_epi16(act_row(first, t, row_bytes)->zero_pair[0][0]);
-      add_int32(sum[0][t], _mm256_madd_epi16(words[0], zero));
-      add_int32(sum[1][t], _mm256_madd_epi16(words[1], zero));
+#pragma GCC unroll 2
+      for (int h = 0; h < kHalves; ++h) add_int32(sum[h][t], _mm256_madd_epi16(code_sum[h], zero));
     }
     return;
   }
-  __m256i pairs[2];
+  __m256i pairs[kHalves];
   if constexpr (Act::kPlanes == 1) {
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
+    for (int h = 0; h < kHalves; ++h) {
       pairs[h] = code_pair_of<kFormat.bits>(code_sum[h], 4 * (kEnd - kBegin), kFormat.zero_point());
     }
   } else {
-    __m256i low[2][kTokens];
+    __m256i low[kHalves][kTokens];
     packed_plane_sums<kFormat.bits, kBegin, kBegin, kEnd, false>(block, first->q[Act::kPlanes - 1], row_bytes,
                                                                  low, code_sum);
-#pragma GCC unroll 6
+#pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < kHalves; ++h) {
         sum[h][t] = _mm256_add_epi32(_mm256_slli_epi32(sum[h][t], kPlaneShift), low[h][t]);
       }
     }
@@ -115,46 +124,50 @@ TELLIN_INLINE void packed_sums(const uint8_t* block, const Act* first, int64_t r
   add_zero_terms<T>(first, row_bytes, kHalf + 1, pairs, sum);
 }
 
-// One packed block added to acc. The roundings are those of add_block.
-template <QuantType T, class Act, int kTokens>
-TELLIN_INLINE void add_packed_block(const uint8_t* block, const uint8_t* x, int64_t row_bytes,
-                                    const SuperScales<T>& scales, int b, __m256 (&acc)[2][kTokens]) {
+// Halves [first, first + kHalves) of the rows of a packed block added to acc. The roundings are those of
+// add_block.
+template <QuantType T, class Act, int kHalves, int kTokens>
+TELLIN_INLINE void add_packed_halves(const uint8_t* block, const uint8_t* x, int64_t row_bytes,
+                                     const SuperScales<T>& scales, int b, int first,
+                                     __m256 (&acc)[2][kTokens]) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kLast = kFormat.per16() ? 1 : 0;
-  const auto* first = reinterpret_cast<const Act*>(x);
-  __m256i sum[2][kTokens];
-  __m256 product[2][kTokens];
+  const auto* const rows = reinterpret_cast<const Act*>(x);
+  block += first * kHalfBytes;
+  __m256i sum[kHalves][kTokens];
+  __m256 product[kHalves][kTokens];
   if constexpr (kFormat.per16()) {
-    packed_sums<T, Act, 0>(block, first, row_bytes, sum);
+    packed_sums<T, Act, 0>(block, rows, row_bytes, sum);
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const __m256 s = scales.scale(2 * b, h);
-#pragma GCC unroll 6
+    for (int h = 0; h < kHalves; ++h) {
+      const __m256 s = scales.scale(2 * b, first + h);
+#pragma GCC unroll 7
       for (int t = 0; t < kTokens; ++t) product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
     }
-    packed_sums<T, Act, 1>(block, first, row_bytes, sum);
+    packed_sums<T, Act, 1>(block, rows, row_bytes, sum);
   } else {
-    packed_sums<T, Act, -1>(block, first, row_bytes, sum);
+    packed_sums<T, Act, -1>(block, rows, row_bytes, sum);
   }
 #pragma GCC unroll 2
-  for (int h = 0; h < 2; ++h) {
-    const __m256 s = scales.scale((kLast + 1) * b + kLast, h);
+  for (int h = 0; h < kHalves; ++h) {
+    const __m256 s = scales.scale((kLast + 1) * b + kLast, first + h);
     __m256 m[2];
     if constexpr (kFormat.has_min) {
 #pragma GCC unroll 2
-      for (int i = 0; i <= kLast; ++i) m[i] = scales.minimum((kLast + 1) * b + i, h);
+      for (int i = 0; i <= kLast; ++i) m[i] = scales.minimum((kLast + 1) * b + i, first + h);
     }
-#pragma GCC unroll 6
+#pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
-      const Act* row = act_row(first, t, row_bytes);
+      const Act* row = act_row(rows, t, row_bytes);
       const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
       const __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
-      acc[h][t] = _mm256_fmadd_ps(p, broadcast_float(&row->scale), acc[h][t]);
+      __m256& result = acc[first + h][t];
+      result = _mm256_fmadd_ps(p, broadcast_float(&row->scale), result);
       if constexpr (kFormat.has_min) {
 #pragma GCC unroll 2
         for (int i = 0; i <= kLast; ++i) {
           const __m256 x_sum = broadcast_float(kFormat.per16() ? &row->half_sum[i] : &row->sum);
-          acc[h][t] = _mm256_fmadd_ps(m[i], x_sum, acc[h][t]);
+          result = _mm256_fmadd_ps(m[i], x_sum, result);
         }
       }
     }
@@ -168,7 +181,7 @@ __attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRow
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kAhead = kPrefetchChunks * kChunkBlocks / kFormat.blocks() * kFormat.super_bytes();
   __m256 acc[2][kTokens];
-#pragma GCC unroll 6
+#pragma GCC unroll 7
   for (int t = 0; t < kTokens; ++t) acc[0][t] = acc[1][t] = _mm256_setzero_ps();
   const uint8_t* super_block = w.data + g * w.group_bytes;
   const uint8_t* const end = super_block + w.group_bytes;
@@ -179,11 +192,17 @@ __attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRow
     const uint8_t* block = super_block + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b, block += kFormat.block_bytes(), row += sizeof(Act)) {
       ahead.fetch<kFormat.super_bytes() / kFormat.blocks()>();
-      add_packed_block<T, Act, kTokens>(block, row, x.row_bytes, scales, b, acc);
+      if constexpr (kTokens <= kWholeTokens) {
+        add_packed_halves<T, Act, 2>(block, row, x.row_bytes, scales, b, 0, acc);
+      } else {
+        add_packed_halves<T, Act, 1>(block, row, x.row_bytes, scales, b, 0, acc);
+        asm volatile("" ::: "memory");  // keeps loads of the other half from being hoisted
+        add_packed_halves<T, Act, 1>(block, row, x.row_bytes, scales, b, 1, acc);
+      }
     }
   }
   alignas(32) float rows[kRows];
-#pragma GCC unroll 6
+#pragma GCC unroll 7
   for (int t = 0; t < kTokens; ++t) {
     _mm256_store_ps(rows, acc[0][t]);
     _mm256_store_ps(rows + kHalfRows, acc[1][t]);
@@ -198,17 +217,19 @@ void linear_few(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int t
   for (int64_t g = g0; g < g1; ++g) {
     const uint8_t* const after = codes_after(w, g + 1, g1);
     switch (tokens) {
-#define TELLIN_TILE(n)                                \
-  case n:                                             \
-    run_few<T, Act, n>(w, x, out, ldo, m0, g, after); \
+#define TELLIN_TILE(n)                                           \
+  case n:                                                        \
+    if constexpr (n <= few_tokens(format_of(T), Act::kPlanes)) { \
+      run_few<T, Act, n>(w, x, out, ldo, m0, g, after);          \
+    }                                                            \
     break;
       TELLIN_TILE(1)
       TELLIN_TILE(2)
       TELLIN_TILE(3)
       TELLIN_TILE(4)
-#if defined(__AVXVNNI__)
       TELLIN_TILE(5)
-#endif
+      TELLIN_TILE(6)
+      TELLIN_TILE(7)
 #undef TELLIN_TILE
     }
   }
