@@ -140,7 +140,7 @@ void bench_attention(const char* isa, KvDtype dtype, int64_t head_dim, int64_t r
   std::vector<int32_t> begin(static_cast<size_t>(rows), 0), end(static_cast<size_t>(rows), 256);
   std::vector<float> scores(kScratchRows * kPartition),
       states(static_cast<size_t>(rows * (head_dim + kStatePadding)));
-  const AttentionRows query{q.data(), rows, begin.data(), end.data(), 0.0f};
+  const AttentionRows query{q.data(), rows, begin.data(), end.data(), 0.0f, expanded ? panels : tiles};
   const double ns = best_ns([&] {
     k.attend(expanded ? panel_layout : layout, expanded ? panels : tiles, query, scores.data(),
              states.data());

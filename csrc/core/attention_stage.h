@@ -34,6 +34,7 @@ class AttentionSchedule {
     const RequestRows* request;
     int64_t first_token, num_tokens;      // rows of the pass
     int64_t first_position;               // of first_token
+    int64_t lowest, highest;              // positions [lowest, highest) that any of its rows sees
     int64_t first_partition, partitions;  // that any of its rows sees
     int64_t state;    // first of partitions * num_kv_heads row groups in states, -1 = not split
     int64_t counter;  // first of num_kv_heads counters
@@ -80,6 +81,11 @@ class AttentionScratch {
   uint8_t* panel = nullptr;  // kPartitionTiles expanded tiles
   int32_t* begin = nullptr;  // [rows]
   int32_t* end = nullptr;    // [rows]
+  // What the member has fetched into its cache: the first tiles of a task's partition.
+  struct {
+    const void* stage = nullptr;
+    int64_t task = 0, partition = 0, tiles = 0;
+  } fetched;
 
  private:
   size_t q_floats_ = 0, state_floats_ = 0, panel_bytes_ = 0, rows_ = 0;
@@ -107,8 +113,13 @@ class AttentionStage final : public Stage {
  private:
   using Item = AttentionSchedule::Item;
   void load_queries(const Item& item, int64_t kv_head, AttentionScratch& scratch) const;
-  void attend(const Item& item, int64_t kv_head, int64_t partition, AttentionScratch& scratch,
-              float* states) const;
+  bool reads_cache(const Item& item) const;  // as it is, not a copy expanded to float32
+  void attend(int64_t task, int64_t partition, AttentionScratch& scratch, float* states) const;
+  // Finds the tiles of the cache that rows of the item see in a partition; how many.
+  int64_t cached_tiles(const Item& item, int64_t kv_head, int64_t partition, const uint8_t** tiles) const;
+  // What is read after a task's partition, by the same member if nobody takes the task from it.
+  void fetch_next(int64_t task, int64_t partition, int64_t tiles, const uint8_t** next,
+                  AttentionScratch& scratch) const;
   void set_ranges(const Item& item, int64_t partition, AttentionScratch& scratch) const;
   void expand_rows(const Item& item, int64_t kv_head, int64_t partition, int64_t tile, uint8_t* out) const;
   void write_out(const Item& item, int64_t kv_head, const float* running) const;

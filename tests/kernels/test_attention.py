@@ -86,6 +86,17 @@ def test_one_token_at_a_time_does_not_change_bits(kv_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("isa", VARIANTS)
+@pytest.mark.parametrize("group", range(1, 10))
+def test_blocks_of_rows_do_not_change_bits(isa: str, group: int) -> None:
+    """How many rows and positions run side by side depends on the rows of a step (1.6.3)."""
+    case = AttentionCase(num_kv_heads=1, group=group, head_dim=56)
+    ids = random_ids(100)
+    whole = run(case, ids, isa=isa)
+    np.testing.assert_array_equal(run(case, ids, chunk=1, isa=isa), whole)
+    np.testing.assert_array_equal(run(case, ids, chunk=3, isa=isa), whole)
+
+
+@pytest.mark.parametrize("isa", VARIANTS)
 @pytest.mark.parametrize("num_threads", [1, 3, 7])
 def test_threads_do_not_change_bits(isa: str, num_threads: int) -> None:
     """Whether an item is split into partitions depends on the number of threads."""

@@ -46,12 +46,16 @@ struct KvLayout {
 
 // Query rows that attend to one partition of one kv head. Rows are ordered by query position.
 struct AttentionRows {
-  const float* q;  // [num_rows, head_dim], already multiplied by the attention scale
+  // [num_rows, head_dim], already multiplied by the attention scale and, without a soft cap, by log2(e)
+  const float* q;
   int64_t num_rows;
   const int32_t*
       begin;  // [num_rows] visible positions [begin, end), relative to the partition: 0 <= begin, end
   const int32_t* end;  //            <= kPartition; begin >= end: the row sees nothing here
   float softcap;       // 0 = none
+  // Tiles to be fetched into cache while those attended to are read, one for each: what comes next, or the
+  // same again.
+  const uint8_t* const* next;
 };
 
 // Softmax state of one row: acc[head_dim] (not normalised), then the running maximum and sum.

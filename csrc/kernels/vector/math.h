@@ -30,6 +30,19 @@ inline V vexp(V x) {
   return Simd::select_lt(x, Simd::set1(kExpLeast), Simd::zero(), vexp_clamped(x));
 }
 
+// 2^x for x <= 0: 2^-126 below that. 2^r = 1 + r P(r) with |r| <= 1/2.
+inline V vexp2_down(V x) {
+  const V clamped = Simd::max(Simd::set1(-126.0f), x);
+  const V n = Simd::round(clamped);
+  const V r = Simd::sub(clamped, n);
+  V p = Simd::set1(1.326472731307149e-3f);
+  p = Simd::fma(p, r, Simd::set1(9.671512991189957e-3f));
+  p = Simd::fma(p, r, Simd::set1(5.550733581185341e-2f));
+  p = Simd::fma(p, r, Simd::set1(2.4022242426872253e-1f));
+  p = Simd::fma(p, r, Simd::set1(6.931470036506653e-1f));
+  return Simd::add_exponent(Simd::fma(p, r, Simd::set1(1.0f)), n);
+}
+
 inline V vsigmoid(V x) {
   const V one = Simd::set1(1.0f);
   return Simd::div(one, Simd::add(one, vexp_clamped(Simd::sub(Simd::zero(), x))));

@@ -8,9 +8,9 @@ namespace {
 
 struct Simd {
   static constexpr int kWidth = 8;
-  static constexpr int kAttendRows = 6;  // 6 rows x 2 vectors of one tile = 12 of 16 registers
-  static constexpr int kAttendTiles = 1;
-  static constexpr int kAttendCols = 2;
+  static constexpr int kAttendRows = 6;
+  // Vectors side by side in attention: 8 to 12 chains of multiply-adds in 16 registers.
+  static constexpr int attend_vectors(int rows) { return rows == 1 ? 8 : (rows <= 4 ? 12 / rows : 2); }
 
   using V = __m256;
 
@@ -45,6 +45,11 @@ struct Simd {
     const __m256i exponent =
         _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
     return _mm256_mul_ps(a, _mm256_castsi256_ps(exponent));
+  }
+  // The same for n <= 0 and normal a and results; NaN stays NaN where n is one too.
+  static inline V add_exponent(V a, V n) {
+    return _mm256_castsi256_ps(
+        _mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_cvtps_epi32(n), 23)));
   }
   static inline float reduce_add(V a) {
     __m128 v = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));

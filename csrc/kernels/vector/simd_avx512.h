@@ -8,9 +8,9 @@ namespace {
 
 struct Simd {
   static constexpr int kWidth = 16;
-  static constexpr int kAttendRows = 8;  // 8 rows x 2 tiles = 16 of 32 registers, twice the FMA latency
-  static constexpr int kAttendTiles = 2;
-  static constexpr int kAttendCols = 2;
+  static constexpr int kAttendRows = 8;
+  // Vectors side by side in attention: 8 to 24 chains of multiply-adds in 32 registers.
+  static constexpr int attend_vectors(int rows) { return rows <= 2 ? 8 : (rows <= 6 ? 4 : 2); }
 
   using V = __m512;
 
@@ -42,6 +42,10 @@ struct Simd {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   static inline V scale_pow2(V a, V n) { return _mm512_scalef_ps(a, n); }
+  static inline V add_exponent(V a, V n) {
+    return _mm512_castsi512_ps(
+        _mm512_add_epi32(_mm512_castps_si512(a), _mm512_slli_epi32(_mm512_cvtps_epi32(n), 23)));
+  }
   static inline float reduce_add(V a) {  // halves, then as in eight lanes
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
     __m128 v = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));

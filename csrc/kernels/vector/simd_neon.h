@@ -8,9 +8,9 @@ namespace {
 
 struct Simd {
   static constexpr int kWidth = 4;
-  static constexpr int kAttendRows = 6;  // 6 rows x 4 vectors of one tile = 24 of 32 registers
-  static constexpr int kAttendTiles = 1;
-  static constexpr int kAttendCols = 4;
+  static constexpr int kAttendRows = 6;
+  // Vectors side by side in attention: 8 to 24 chains of multiply-adds in 32 registers.
+  static constexpr int attend_vectors(int rows) { return rows <= 2 ? 8 : 4; }
 
   using V = float32x4_t;
 
@@ -46,6 +46,10 @@ struct Simd {
   static inline V scale_pow2(V a, V n) {
     const int32x4_t exponent = vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23);
     return vmulq_f32(a, vreinterpretq_f32_s32(exponent));
+  }
+  // The same for n <= 0 and normal a and results; NaN stays NaN where n is one too.
+  static inline V add_exponent(V a, V n) {
+    return vreinterpretq_f32_s32(vaddq_s32(vreinterpretq_s32_f32(a), vshlq_n_s32(vcvtq_s32_f32(n), 23)));
   }
   static inline float reduce_add(V a) {
     const float32x2_t v = vadd_f32(vget_low_f32(a), vget_high_f32(a));

@@ -9,9 +9,9 @@ namespace {
 
 struct Simd {
   static constexpr int kWidth = 4;
-  static constexpr int kAttendRows = 4;   // 4 rows x 1 tile = 16 accumulators
-  static constexpr int kAttendTiles = 1;  // tiles of scores side by side
-  static constexpr int kAttendCols = 2;   // vectors of head_dim side by side
+  static constexpr int kAttendRows = 4;
+  // Vectors side by side in attention: 8 to 12 chains in 16 registers.
+  static constexpr int attend_vectors(int rows) { return rows == 1 ? 8 : 12 / rows; }
 
   typedef float V __attribute__((vector_size(16)));
   typedef int32_t I __attribute__((vector_size(16)));
@@ -56,6 +56,7 @@ struct Simd {
     const I exponent = ((I)(n + set1(12582912.0f)) - 0x4b400000 + 127) << 23;
     return a * (V)exponent;
   }
+  static inline V add_exponent(V a, V n) { return scale_pow2(a, n); }
   static inline float reduce_add(V a) { return (a[0] + a[2]) + (a[1] + a[3]); }
   static inline float reduce_max(V a) {
     const float lo = a[0] > a[2] ? a[0] : a[2];

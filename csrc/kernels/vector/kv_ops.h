@@ -1,0 +1,118 @@
+// Tiles of the KV cache: how they are read, written and expanded. Include a simd_*.h first.
+#pragma once
+
+#include "tellin/vector_kernels.h"
+#include "vector/math.h"
+
+namespace {
+
+using tellin::kTilePositions;
+using tellin::KvDtype;
+using tellin::KvLayout;
+
+// How one storage type is read: a vector of values from element index i of a K or V array.
+struct ReadFloat32 {
+  static constexpr int64_t kBytes = 4;
+  static constexpr bool kPrefetch = false;  // mostly panels that were just made
+  static inline V load(const uint8_t* p) { return Simd::load(reinterpret_cast<const float*>(p)); }
+};
+struct ReadFloat16 {
+  static constexpr int64_t kBytes = 2;
+  static constexpr bool kPrefetch = true;
+  static inline V load(const uint8_t* p) { return Simd::load_f16(reinterpret_cast<const uint16_t*>(p)); }
+};
+struct ReadInt8 {
+  static constexpr int64_t kBytes = 1;
+  static constexpr bool kPrefetch = true;
+  static inline V load(const uint8_t* p) { return Simd::load_i8(reinterpret_cast<const int8_t*>(p)); }
+};
+
+// Finite values beyond the range of float16 become its largest, so that one outlier cannot turn into
+// infinity.
+inline V clamp_half(V x) {
+  return Simd::max(Simd::set1(-65504.0f), Simd::min(Simd::set1(65504.0f), x));
+}
+
+// Largest magnitude / 127, and the row in units of it, rounded to nearest even.
+inline float quantize_head(const float* x, int64_t head_dim, int8_t* out, int64_t out_stride) {
+  float top = 0.0f;
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const float magnitude = __builtin_fabsf(x[d]);
+    top = magnitude > top ? magnitude : top;
+  }
+  const float scale = top / 127.0f;
+  const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+  for (int64_t d = 0; d < head_dim; ++d) {
+    const float value = x[d] * inverse;
+    const float bounded = value > 127.0f ? 127.0f : (value > -127.0f ? value : -127.0f);
+    out[d * out_stride] = static_cast<int8_t>(__builtin_nearbyintf(bounded));
+  }
+  return scale;
+}
+
+void kv_store(const KvLayout& layout, const float* k, const float* v, int64_t lane, uint8_t* tile) {
+  const int64_t head_dim = layout.head_dim;
+  uint8_t* value_tile = tile + layout.value_offset;
+  switch (layout.dtype) {
+    case KvDtype::kFloat32: {
+      float* k_out = reinterpret_cast<float*>(tile) + lane;
+      float* v_out = reinterpret_cast<float*>(value_tile) + lane * head_dim;
+      for (int64_t d = 0; d < head_dim; ++d) k_out[d * kTilePositions] = k[d];
+      for (int64_t d = 0; d < head_dim; ++d) v_out[d] = v[d];
+      return;
+    }
+    case KvDtype::kFloat16: {
+      uint16_t* k_out = reinterpret_cast<uint16_t*>(tile) + lane;
+      uint16_t* v_out = reinterpret_cast<uint16_t*>(value_tile) + lane * head_dim;
+      for (int64_t d = 0; d < head_dim; d += 8) {
+        float part[16] = {0};
+        uint16_t halves[16];
+        for (int i = 0; i < 8; ++i) {
+          part[i] = k[d + i];
+          part[8 + i] = v[d + i];
+        }
+        for (int i = 0; i < 16; i += Simd::kWidth)
+          Simd::store_f16(halves + i, clamp_half(Simd::load(part + i)));
+        for (int i = 0; i < 8; ++i) {
+          k_out[(d + i) * kTilePositions] = halves[i];
+          v_out[d + i] = halves[8 + i];
+        }
+      }
+      return;
+    }
+    case KvDtype::kInt8: {
+      float* scales = reinterpret_cast<float*>(tile + layout.scale_offset);
+      scales[lane] = quantize_head(k, head_dim, reinterpret_cast<int8_t*>(tile) + lane, kTilePositions);
+      scales[kTilePositions + lane] =
+          quantize_head(v, head_dim, reinterpret_cast<int8_t*>(value_tile) + lane * head_dim, 1);
+      return;
+    }
+  }
+}
+
+template <class Read>
+inline void expand_as(const KvLayout& layout, const uint8_t* tile, const KvLayout& out_layout, uint8_t* out) {
+  const int64_t count = layout.head_dim * kTilePositions;
+  float* k = reinterpret_cast<float*>(out);
+  float* v = reinterpret_cast<float*>(out + out_layout.value_offset);
+  for (int64_t i = 0; i < count; i += Simd::kWidth) Simd::store(k + i, Read::load(tile + i * Read::kBytes));
+  const uint8_t* values = tile + layout.value_offset;
+  for (int64_t i = 0; i < count; i += Simd::kWidth) Simd::store(v + i, Read::load(values + i * Read::kBytes));
+  if (layout.scale_offset == 0) return;
+  const float* scales = reinterpret_cast<const float*>(tile + layout.scale_offset);
+  float* out_scales = reinterpret_cast<float*>(out + out_layout.scale_offset);
+  for (int64_t i = 0; i < 2 * kTilePositions; ++i) out_scales[i] = scales[i];
+}
+
+void kv_expand(const KvLayout& layout, const uint8_t* tile, const KvLayout& out_layout, uint8_t* out) {
+  switch (layout.dtype) {
+    case KvDtype::kFloat32:
+      return expand_as<ReadFloat32>(layout, tile, out_layout, out);
+    case KvDtype::kFloat16:
+      return expand_as<ReadFloat16>(layout, tile, out_layout, out);
+    case KvDtype::kInt8:
+      return expand_as<ReadInt8>(layout, tile, out_layout, out);
+  }
+}
+
+}  // namespace
