@@ -8,6 +8,7 @@
 #   make build      compile the extension after a change in csrc/
 #   make sanitize   kernel tests under address and undefined sanitizers    (SANITIZE=thread)
 #   make bench      tellin beside the engines that are installed           (BENCH_ARGS="--quick")
+#   make microbench single kernels (needs Google Benchmark)                 (MICROBENCH_ARGS="--benchmark_filter=...")
 #   make wheel      a wheel in dist/
 #   make clean      remove .venv and build/
 
@@ -25,6 +26,7 @@ PROMPT ?= What is the capital of France?
 MAX_TOKENS ?= 64
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+MICROBENCH_ARGS ?=
 SANITIZE ?= address,undefined
 SANITIZE_TESTS ?= tests/kernels
 # A user's newer compiler may know new warnings; CI lets none through.
@@ -38,13 +40,13 @@ PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 # cmake and ninja come from PyPI, so that a compiler is all the system has to have.
 BUILD_REQUIRES := "scikit-build-core>=1.0" "nanobind>=3.0" "cmake>=3.22" ninja
 CPP_SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
-CPP_FORMATTED := $(filter %.cpp %.h,$(CPP_SOURCES)) $(wildcard benchmarks/*.cpp benchmarks/micro/*.cpp)
+CPP_FORMATTED := $(filter %.cpp %.h,$(CPP_SOURCES)) $(wildcard benchmarks/*.cpp benchmarks/micro/*.cpp benchmarks/micro/*.h)
 
 export PATH := $(abspath $(BIN)):$(PATH)
 # CMake looks for the headers of the interpreter it runs under: never for another environment's.
 export VIRTUAL_ENV := $(abspath $(VENV))
 
-.PHONY: help run test test-all test-slow lint fmt build sanitize bench wheel clean
+.PHONY: help run test test-all test-slow lint fmt build sanitize bench microbench wheel clean
 
 help:
 	@sed -n '3,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
@@ -126,6 +128,13 @@ sanitize: build $(STAMPS)/extra-test
 
 bench: build $(STAMPS)/extra-bench
 	@$(BIN)/python -m benchmarks compare $(BENCH_ARGS)
+
+microbench: build
+	@cmake $(BUILD) > /dev/null
+	@cmake --build $(BUILD) --target help | grep -q bench_kernels || { \
+		echo "error: Google Benchmark is not installed (on Debian: apt install libbenchmark-dev)" >&2; exit 1; }
+	@cmake --build $(BUILD) --parallel $(JOBS) --target bench_kernels > $(BUILD)/build.log 2>&1 || { cat $(BUILD)/build.log; exit 1; }
+	@$(BUILD)/bench_kernels $(MICROBENCH_ARGS)
 
 wheel: $(STAMPS)/venv
 	@$(PIP) wheel --no-deps --wheel-dir dist .
