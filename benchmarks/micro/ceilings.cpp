@@ -52,10 +52,11 @@ void read_memory(benchmark::State& state) {
   constexpr size_t kStream = kPiece / 4 / sizeof(uint64_t);
   const size_t share = kArenaBytes / static_cast<size_t>(state.threads()) / kPiece;
   const size_t first = static_cast<size_t>(state.thread_index()) * share;
+  const uint8_t* const memory = arena();
   size_t round = 0;
   uint64_t sum[8] = {};
   for (auto _ : state) {
-    const auto* p = reinterpret_cast<const uint64_t*>(arena() + (first + round++ % share) * kPiece);
+    const auto* p = reinterpret_cast<const uint64_t*>(memory + (first + round++ % share) * kPiece);
     for (size_t i = 0; i < kStream; i += 8) {
       for (size_t s = 0; s < 4; ++s) {
         const uint64_t* line = p + s * kStream + i;
