@@ -77,19 +77,12 @@ void fold(benchmark::State& state, const AttentionKernels* kernels) {
   }
 }
 
-void store_positions(benchmark::State& state, const AttentionKernels* kernels, KvDtype dtype) {
+// Tiles::store or Tiles::expand.
+void write_tiles(benchmark::State& state, const AttentionKernels* kernels, KvDtype dtype,
+                 void (Tiles::*write)()) {
   Tiles tiles(*kernels, dtype, state.range(0));
   for (auto _ : state) {
-    tiles.store();
-    benchmark::ClobberMemory();
-  }
-  state.SetItemsProcessed(state.iterations() * kPartition);
-}
-
-void expand_tiles(benchmark::State& state, const AttentionKernels* kernels, KvDtype dtype) {
-  Tiles tiles(*kernels, dtype, state.range(0));
-  for (auto _ : state) {
-    tiles.expand();
+    (tiles.*write)();
     benchmark::ClobberMemory();
   }
   state.SetItemsProcessed(state.iterations() * kPartition);
@@ -110,8 +103,12 @@ void add_attention(const std::string& isa) {
     benchmark::RegisterBenchmark((what + "/attend_expanded").c_str(), attend, k, dtype, true)
         ->ArgNames({"head_dim", "rows"})
         ->ArgsProduct({{64, 128}, {96}});
-    benchmark::RegisterBenchmark((what + "/kv_store").c_str(), store_positions, k, dtype)->Arg(64)->Arg(128);
-    benchmark::RegisterBenchmark((what + "/kv_expand").c_str(), expand_tiles, k, dtype)->Arg(64)->Arg(128);
+    benchmark::RegisterBenchmark((what + "/kv_store").c_str(), write_tiles, k, dtype, &Tiles::store)
+        ->Arg(64)
+        ->Arg(128);
+    benchmark::RegisterBenchmark((what + "/kv_expand").c_str(), write_tiles, k, dtype, &Tiles::expand)
+        ->Arg(64)
+        ->Arg(128);
   }
   benchmark::RegisterBenchmark((prefix + "fold").c_str(), fold, k)->Arg(64)->Arg(128);
 }

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -93,8 +92,7 @@ Program::Program(const Options& options)
       state_(std::make_unique<State>()) {
   const LinearKernels* linear = linear_kernels(options.isa.empty() ? nullptr : options.isa.c_str());
   const char* isa = checked_isa(linear, options.isa);
-  // AVX-VNNI differs from AVX2 in the linear kernels only.
-  const SamplingKernels* sampling = sampling_kernels(std::strcmp(isa, "avxvnni") == 0 ? "avx2" : isa);
+  const SamplingKernels* sampling = sampling_kernels(isa);
   state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa), sampling};
   require(state_->kernels.vector != nullptr && state_->kernels.attention != nullptr && sampling != nullptr,
           "isa '" + std::string(isa) + "' has no row kernels in this build");
