@@ -136,8 +136,8 @@ inline void score_vectors(const KvLayout& layout, const Tiles& tiles, int64_t fi
 
 // Lanes of one vector at position j that lie outside [begin, end) become -infinity.
 inline V visible(V scores, int64_t j, int64_t begin, int64_t end) {
-  alignas(64) static constexpr float kLanes[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const V lanes = Simd::load(kLanes);
+  alignas(64) static constexpr float kNumbers[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const V lanes = Simd::load(kNumbers);
   const V hidden = Simd::set1(kMinusInfinity);
   const V from_begin = Simd::select_lt(lanes, Simd::set1(static_cast<float>(begin - j)), hidden, scores);
   return Simd::select_lt(lanes, Simd::set1(static_cast<float>(end - j)), from_begin, hidden);
@@ -181,9 +181,8 @@ inline void softmax_row(float* scores, int64_t begin, int64_t end, float softcap
       sums[i] = Simd::add(sums[i], weight);
     }
   }
-  for (int i = 1; i < kTileVectors; ++i) sums[0] = Simd::add(sums[0], sums[i]);
   *maximum = row_max;
-  *total = Simd::reduce_add(sums[0]);
+  *total = add_lanes(sums);
 }
 
 inline void scale_weights(const KvLayout& layout, const uint8_t* const* tiles, int64_t begin, int64_t end,

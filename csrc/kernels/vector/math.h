@@ -7,6 +7,17 @@ namespace {
 
 using V = Simd::V;
 
+constexpr int kLanes = 16;  // of a running sum, whatever the width of a register: variants add alike
+
+// Sum of the lanes of N vectors: halves, quarters, and so on.
+template <int N>
+inline float add_lanes(V (&parts)[N]) {
+  for (int n = N / 2; n > 0; n /= 2) {
+    for (int i = 0; i < n; ++i) parts[i] = Simd::add(parts[i], parts[i + n]);
+  }
+  return Simd::reduce_add(parts[0]);
+}
+
 constexpr float kExpLeast = -87.33654f;  // exp of it is just above the smallest normal number
 
 // exp(x) for x within [kExpLeast, 88.37]; exp of the nearer end without. Cody-Waite reduction to

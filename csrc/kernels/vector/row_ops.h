@@ -40,18 +40,35 @@ inline void map2(const float* x, const float* y, int64_t n, float* out, F f) {
       });
 }
 
-// Sum over i of term(x[i]) in four running vectors (one FMA latency hidden), folded pairwise. term(0) must be
-// 0.
+// Sum over i of term(x[i]) in four running vectors of kLanes lanes (one FMA latency hidden), folded pairwise:
+// of equal bits whatever the width of a register. term(0) must be 0.
 template <class Term>
 inline float sum(const float* x, int64_t n, Term accumulate) {
-  V acc[4] = {Simd::zero(), Simd::zero(), Simd::zero(), Simd::zero()};
-  int64_t i = 0;
-  for (; i + 4 * kWidth <= n; i += 4 * kWidth) {
-    for (int j = 0; j < 4; ++j) acc[j] = accumulate(Simd::load(x + i + j * kWidth), acc[j]);
+  constexpr int kParts = kLanes / kWidth;
+  V acc[4][kParts];
+  for (auto& vector : acc) {
+    for (V& part : vector) part = Simd::zero();
   }
-  for (; i + kWidth <= n; i += kWidth) acc[0] = accumulate(Simd::load(x + i), acc[0]);
-  if (i < n) acc[1] = accumulate(Simd::load_partial(x + i, static_cast<int>(n - i)), acc[1]);
-  return Simd::reduce_add(Simd::add(Simd::add(acc[0], acc[1]), Simd::add(acc[2], acc[3])));
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= n; i += 4 * kLanes) {
+    for (int j = 0; j < 4; ++j) {
+      for (int p = 0; p < kParts; ++p) {
+        acc[j][p] = accumulate(Simd::load(x + i + j * kLanes + p * kWidth), acc[j][p]);
+      }
+    }
+  }
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int p = 0; p < kParts; ++p) acc[0][p] = accumulate(Simd::load(x + i + p * kWidth), acc[0][p]);
+  }
+  for (int p = 0; i < n; ++p, i += kWidth) {
+    const V v = i + kWidth <= n ? Simd::load(x + i) : Simd::load_partial(x + i, static_cast<int>(n - i));
+    acc[1][p] = accumulate(v, acc[1][p]);
+  }
+  V total[kParts];
+  for (int p = 0; p < kParts; ++p) {
+    total[p] = Simd::add(Simd::add(acc[0][p], acc[1][p]), Simd::add(acc[2][p], acc[3][p]));
+  }
+  return add_lanes(total);
 }
 
 void rms_norm(const float* x, const float* weight, int64_t n, float eps, float* out) {
