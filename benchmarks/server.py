@@ -3,7 +3,8 @@
 These are llama.cpp's own `llama-server`, which batches continuously, and the one of
 llama-cpp-python, which answers one request at a time. All are loaded first, then take turns with
 the same work: N streams at once, each with its own prompt, greedy. The client runs on the same
-machine, as do the servers; one that waits for its turn is stopped. Run from the repository's root:
+machine, as do the servers, and says what it takes of it (`benchmarks.stream_client`); a server that
+waits for its turn is stopped. Run from the repository's root:
 
     python -m benchmarks.server --model smollm2 --streams 64 \\
         --llama-server /path/to/llama-server --peer-python /path/to/python
@@ -26,18 +27,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
+from benchmarks.stream_client import PAUSE_S, stream_all
 from tellin.config import EngineArgs
 from tellin.engine.async_llm import AsyncLLM
 from tellin.entrypoints.bench.dataset import BenchRequest, random_requests
 from tellin.entrypoints.bench.http_client import HttpClient, HttpError
-from tellin.entrypoints.bench.load import LoadOptions, run_load, served_model
+from tellin.entrypoints.bench.load import (
+    CHAT_PATH,
+    TEXT_PATH,
+    LoadOptions,
+    request_body,
+    served_model,
+)
 from tellin.loading import resolve_model
 from tellin.sampling_params import RequestOutputKind, SamplingParams
 from tellin.settings import Settings
 
 START_LIMIT_S = 60
+ROUND_LIMIT_S = 600
 TOKENS_PER_WORD = 8
 """More than a random word takes: for a context that is large enough."""
 CHAT_TOKENS = 64
@@ -53,16 +63,28 @@ class Work:
 
 
 @dataclass
+class Done:
+    """A round's work is done."""
+
+    count_tokens: Callable[[], int]
+    """Number of generated tokens; called when the clock has stopped."""
+    client_s: float = 0.0
+    """CPU time of a client of a server."""
+
+
+@dataclass
 class Contestant:
     """One way to get the work done."""
 
     name: str
-    run: Callable[[Work], Awaitable[int]]
-    """Does the work once; returns the number of generated tokens."""
+    run: Callable[[Work], Awaitable[Done]]
+    """Does the work once."""
     processes: list[psutil.Process]
     """Whose CPU time is counted, beside this one's."""
     rates: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    client_us: list[float] = field(default_factory=list)
+    """CPU time of the client per token; it is in ``cpu_s`` too."""
     rounds: int | None = None
     """Fewer rounds than the others; None = all."""
     stopped: list[psutil.Process] = field(default_factory=list)
@@ -87,9 +109,12 @@ class Contestant:
         processes = [psutil.Process(), *self.processes]
         cpu_before = sum(_cpu(process) for process in processes)
         start = time.perf_counter()
-        num_tokens = await self.run(work)
-        self.rates.append(num_tokens / (time.perf_counter() - start))
+        done = await self.run(work)
+        wall_s = time.perf_counter() - start
         self.cpu_s.append(sum(_cpu(process) for process in processes) - cpu_before)
+        num_tokens = done.count_tokens()
+        self.rates.append(num_tokens / wall_s)
+        self.client_us.append(done.client_s / num_tokens * 1e6)
         print(f"{self.name:<16} {self.rates[-1]:8.1f} tokens/s {self.cpu_s[-1]:7.2f} s of CPU",
               flush=True)  # fmt: skip
 
@@ -113,7 +138,7 @@ def engine_prompt(engine: AsyncLLM, request: BenchRequest, use_chat: bool) -> An
     return {"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
 
-async def ask_engine(engine: AsyncLLM, use_chat: bool, work: Work) -> int:
+async def ask_engine(engine: AsyncLLM, use_chat: bool, work: Work) -> Done:
     """All requests on `AsyncLLM`, streamed."""
 
     async def one(request: BenchRequest) -> int:
@@ -124,19 +149,24 @@ async def ask_engine(engine: AsyncLLM, use_chat: bool, work: Work) -> int:
             count += len(output.outputs[0].token_ids)
         return count
 
-    return sum(await asyncio.gather(*(one(request) for request in work.requests)))
+    num_tokens = sum(await asyncio.gather(*(one(request) for request in work.requests)))
+    return Done(lambda: num_tokens)
 
 
-async def ask_server(
-    client: HttpClient, model: str, use_chat: bool, extra: dict[str, Any], work: Work
-) -> int:
-    """All requests on a server, streamed."""
+def ask_server(
+    url: str,
+    model: str,
+    use_chat: bool,
+    extra: dict[str, Any],
+    work: Work,
+    pause_s: float = PAUSE_S,
+) -> Done:
+    """All requests on a server, streamed. Nothing else runs meanwhile."""
     options = LoadOptions(model, use_chat, work.output_len, extra_body={"temperature": 0, **extra})
-    results = await run_load(client, work.requests, options)
-    failed = [result.error for result in results if result.error is not None]
-    if failed:
-        raise SystemExit(f"{len(failed)} requests failed: {failed[0]}")
-    return sum(result.output_tokens for result in results)
+    bodies = [msgspec.json.encode(request_body(request, options)) for request in work.requests]
+    path = CHAT_PATH if use_chat else TEXT_PATH
+    answers = stream_all(url, path, bodies, ROUND_LIMIT_S, pause_s)
+    return Done(answers.num_tokens, answers.cpu_s)
 
 
 @dataclass(frozen=True)
@@ -225,7 +255,7 @@ async def compare(args: argparse.Namespace) -> dict[str, Contestant]:
             Contestant("AsyncLLM", lambda work: ask_engine(engine, args.chat, work), children)
         )
         servers = server_commands(args, path)
-        contestants += [await _started(server, stack, args.chat) for server in servers]
+        contestants += [await _started(server, stack, args) for server in servers]
         for contestant in contestants:
             await contestant.run(warm_up)
             contestant.stop()
@@ -240,17 +270,16 @@ async def compare(args: argparse.Namespace) -> dict[str, Contestant]:
 
 
 async def _started(
-    server: ServerCommand, stack: contextlib.AsyncExitStack, use_chat: bool
+    server: ServerCommand, stack: contextlib.AsyncExitStack, args: argparse.Namespace
 ) -> Contestant:
     """The server, loaded; the stack ends it."""
     url, process = stack.enter_context(running(server.command))
     async with contextlib.aclosing(HttpClient(url)) as client:
         model = await wait_for(client, process, server)
 
-    async def run(work: Work) -> int:
-        # A server closes connections that were idle while it was stopped: each round has new ones.
-        async with contextlib.aclosing(HttpClient(url)) as client:
-            return await ask_server(client, model, use_chat, server.extra_body, work)
+    async def run(work: Work) -> Done:
+        pause_s = args.client_pause_ms / 1000
+        return ask_server(url, model, args.chat, server.extra_body, work, pause_s)
 
     tree = _tree(process.pid)
     return Contestant(server.name, run, tree, rounds=server.rounds, stopped=tree)
@@ -263,16 +292,19 @@ def summarize(found: dict[str, Contestant]) -> dict[str, Any]:
     return {
         "tokens_per_s": {name: contestant.rates for name, contestant in found.items()},
         "cpu_s": {name: contestant.cpu_s for name, contestant in found.items()},
+        "client_us_per_token": {name: contestant.client_us for name, contestant in found.items()},
         "median_tokens_per_s": medians,
         "ratio_to": {name: own / m for name, m in medians.items() if name != "tellin serve"},
     }
 
 
 def print_table(result: dict[str, Any]) -> None:
-    print(f"\n{'':<18}{'tokens/s':>10}{'tellin serve is':>18}")
+    print(f"\n{'':<18}{'tokens/s':>10}{'tellin serve is':>18}{'client, us/token':>20}")
     for name, median in result["median_tokens_per_s"].items():
         ratio = result["ratio_to"].get(name)
-        print(f"{name:<18}{median:>10.1f}" + ("" if ratio is None else f"{ratio:>16.2f} x"))
+        cells = f"{'':>18}" if ratio is None else f"{ratio:>16.2f} x"
+        client_us = statistics.median(result["client_us_per_token"][name])
+        print(f"{name:<18}{median:>10.1f}{cells}{client_us:>20.1f}")
 
 
 def main() -> None:
@@ -285,6 +317,8 @@ def main() -> None:
     parser.add_argument("--peer-rounds", type=int, default=1)
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or 1)
     parser.add_argument("--chat", action="store_true", help="ask chats instead of completions")
+    parser.add_argument("--client-pause-ms", type=float, default=PAUSE_S * 1000,
+                        help="between two looks for tokens; 0 = woken by each")  # fmt: skip
     parser.add_argument("--peer-python", help="interpreter that has llama-cpp-python[server]")
     parser.add_argument("--llama-server", help="llama.cpp's own server, the program's path")
     parser.add_argument("--llama-server-args", default="", help="more options for it")
