@@ -11,6 +11,7 @@ import pytest
 import uvicorn
 
 from tellin.entrypoints.openai.connection import http_protocol
+from tellin.entrypoints.openai.shortcut import EXTENSION
 from tests.openai.conftest import Server
 
 LIMIT_S = 60.0
@@ -27,10 +28,10 @@ async def application(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"ok"})
 
 
-def exchange(header_timeout_s: float, talk: Exchange) -> None:
+def exchange(header_timeout_s: float, talk: Exchange, app: Any = application) -> None:
     async def main() -> None:
         config = uvicorn.Config(
-            application,
+            app,
             http=http_protocol(header_timeout_s),
             log_config=None,
             lifespan="off",
@@ -80,6 +81,36 @@ def test_whole_requests_may_take_their_time_and_idle_connections_stay() -> None:
             await asyncio.sleep(1.5)  # twice the deadline
 
     exchange(1.0, talk)
+
+
+def test_chunks_are_written_until_the_client_is_too_slow() -> None:
+    """What is written the short way and what is sent make one body, in order."""
+    sent = bytearray()
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        writer = scope["extensions"][EXTENSION]
+        assert not writer.can_write()  # the answer has not begun
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for number in range(1 << 20):
+            if not writer.can_write():
+                break
+            piece = b"%d " % number * 1000
+            writer.write(piece)
+            sent.extend(piece)
+        await send({"type": "http.response.body", "body": b"end"})
+        assert not writer.can_write()  # it has ended
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(REQUEST)
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.2)
+        body = bytearray()
+        while size := int(await reader.readline(), 16):
+            body += (await reader.readexactly(size + 2))[:-2]
+        assert len(sent) > 1 << 16
+        assert body == sent + b"end"
+
+    exchange(60.0, talk, stream)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engi
 from tellin.engine.control_checks import check_level, check_request_ids
 from tellin.engine.core_client import AsyncCoreClient, EngineCoreClient
 from tellin.engine.input_processor import InputProcessor
-from tellin.engine.output_collector import RequestOutputCollector, is_finished
+from tellin.engine.output_collector import OutputTap, RequestOutputCollector, is_finished
 from tellin.engine.output_handler import OutputHandler
 from tellin.engine.output_processor import Output, OutputProcessor
 from tellin.engine.parallel_sampling import ParentRequest
@@ -167,12 +167,16 @@ class AsyncLLM:
         priority: int = 0,
         data_parallel_rank: int | None = None,
         reasoning_ended: bool | None = None,
+        tap: OutputTap | None = None,
     ) -> tuple[str, RequestOutputCollector]:
         """Queue a request.
 
         Args:
             reasoning_ended: with ``reasoning_config``: whether the prompt has ended the thoughts,
                 so that a grammar binds at once. Default: decided by the ids of the marks.
+            tap: offered each output at once, in the handler's task, while none waits for the
+                consumer; what it takes (True) the consumer does not get. It must not wait. What it
+                raises is raised by the consumer's stream.
 
         Returns:
             Its internal id and the collector of its outputs.
@@ -207,7 +211,7 @@ class AsyncLLM:
             )
         self.input_processor.assign_request_id(request)
         internal_id = request.request_id
-        collector = RequestOutputCollector(request.params.output_kind)
+        collector = RequestOutputCollector(request.params.output_kind, tap)
         self._handler.start()
         await self._send(
             request, rendered.get("prompt"), collector, rendered.get("num_truncated_tokens", 0)

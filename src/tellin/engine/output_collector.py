@@ -7,26 +7,40 @@ amount of memory and delays nobody. No delta is ever lost or repeated.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from tellin.engine.output_processor import Output
 from tellin.outputs import PoolingRequestOutput, RequestOutput
 from tellin.sampling_params import RequestOutputKind
 
+OutputTap = Callable[[RequestOutput], bool]
+"""Offered an output while none waits; True = it has been dealt with."""
+
 
 class RequestOutputCollector:
     """A single-slot queue between the output handler and a consumer, both on one event loop."""
 
-    def __init__(self, output_kind: RequestOutputKind) -> None:
+    def __init__(self, output_kind: RequestOutputKind, tap: OutputTap | None = None) -> None:
+        """``tap``: takes outputs before the consumer, which never sees those that it takes."""
         self._aggregate = output_kind == RequestOutputKind.DELTA
         self._slot: Output | Exception | None = None
         self._ready = asyncio.Event()
+        self._tap = tap
 
     def put(self, output: Output | Exception) -> None:
         """Store or merge. An exception replaces what waits; nothing replaces an exception."""
         waiting = self._slot
-        if isinstance(waiting, Exception):
+        if waiting is None:
+            if self._tap is not None and isinstance(output, RequestOutput):
+                try:
+                    if self._tap(output):
+                        return
+                except Exception as error:  # the consumer's own: it gets it, and nobody else
+                    output = error
+            self._slot = output
+        elif isinstance(waiting, Exception):
             return
-        if isinstance(waiting, RequestOutput) and isinstance(output, RequestOutput):
+        elif isinstance(waiting, RequestOutput) and isinstance(output, RequestOutput):
             waiting.add(output, aggregate=self._aggregate)
         else:
             self._slot = output

@@ -66,6 +66,10 @@ class MultiModalCache(Protocol):
     def take_stats(self) -> CacheStats: ...
 
 
+INLINE_CHARS = 1024
+"""Texts up to this long are tokenised at once: in less time than handing them to a thread takes,
+or not much more."""
+
 _TEMPLATE_ARGUMENTS = frozenset(
     {
         "self",
@@ -182,9 +186,11 @@ class Renderer:
         tok_params: TokenizeParams | None = None,
         prompt_extras: Mapping[str, Any] | None = None,
     ) -> list[RenderedPrompt]:
-        """`render_cmpl` in a thread, so that long texts do not hold up the event loop."""
+        """`render_cmpl`; in a thread where long texts would hold up the event loop."""
         import asyncio
 
+        if _is_short(prompts):
+            return self.render_cmpl(prompts, tok_params, prompt_extras)
         return await asyncio.to_thread(self.render_cmpl, prompts, tok_params, prompt_extras)
 
     def _render(
@@ -357,9 +363,12 @@ class Renderer:
         tok_params: TokenizeParams | None = None,
         prompt_extras: Mapping[str, Any] | None = None,
     ) -> tuple[list[list[dict[str, Any]]], list[RenderedPrompt]]:
-        """`render_chat` in a thread."""
+        """`render_chat`; in a thread where long texts would hold up the event loop."""
         import asyncio
 
+        chat = chat_params or ChatParams()
+        if _is_short(conversations, chat.chat_template, chat.tools, chat.chat_template_kwargs):
+            return self.render_chat(conversations, chat_params, tok_params, prompt_extras)
         return await asyncio.to_thread(
             self.render_chat, conversations, chat_params, tok_params, prompt_extras
         )
@@ -398,6 +407,28 @@ class Renderer:
     def shutdown(self) -> None:
         """Release the cache. Idempotent."""
         self.clear_mm_cache()
+
+
+def _is_short(*parts: Any) -> bool:
+    """Whether all strings in ``parts`` together have at most `INLINE_CHARS` characters.
+
+    Everything else counts as one, so that this ends soon, whatever is given.
+    """
+    left = INLINE_CHARS
+    rest = list(parts)
+    while rest and left >= 0:
+        part = rest.pop()
+        if isinstance(part, str):
+            left -= len(part)
+        elif isinstance(part, Mapping):
+            left -= 1
+            rest.extend(part.values())
+        elif isinstance(part, list | tuple):
+            left -= 1
+            rest.extend(part[: INLINE_CHARS + 1])
+        else:
+            left -= 1
+    return left >= 0
 
 
 def _check_messages(messages: Any, chat: ChatParams) -> list[dict[str, Any]]:

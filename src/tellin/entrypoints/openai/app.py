@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
@@ -14,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tellin.entrypoints.openai.errors import ApiError, bad_request, to_api_error
 from tellin.entrypoints.openai.http import error_reply
@@ -28,13 +30,18 @@ from tellin.entrypoints.openai.routes import (
 from tellin.entrypoints.openai.serving import ServingContext
 from tellin.exceptions import TellinError
 
+Endpoint = Callable[[Request], Awaitable[Response]]
+OWN_ERRORS = (ApiError, TellinError, ValidationError)
+"""What endpoints raise for requests that cannot be served."""
+
 
 def make_app(context: ServingContext) -> FastAPI:
     """The application that serves ``context``."""
     config = context.config
     # FastAPI's pages of documentation load scripts from other servers; the document itself is ours.
     app = FastAPI(title="tellin", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
-    routers = [api_routes(context), status_routes(context)]
+    api = api_routes(context)
+    routers = [api, status_routes(context)]
     if config.enable_admin:
         routers.append(admin_routes(context))
     open_paths = OPEN_PATHS
@@ -43,11 +50,12 @@ def make_app(context: ServingContext) -> FastAPI:
         open_paths |= page_paths()
     for router in routers:
         app.include_router(router)
-    for error_type in (ApiError, TellinError, ValidationError):
+    for error_type in OWN_ERRORS:
         app.add_exception_handler(error_type, _on_error)
     app.add_exception_handler(RequestValidationError, _on_query_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    app.add_middleware(DirectRoutes, endpoints=_endpoints(api))
     app.add_middleware(Gate, config=config, open_paths=open_paths)
     if config.allowed_origins:
         app.add_middleware(
@@ -62,6 +70,42 @@ def make_app(context: ServingContext) -> FastAPI:
     )
     app.add_middleware(RequestLog, metrics=context.http_metrics)
     return app
+
+
+class DirectRoutes:
+    """Calls the endpoints that run the model, without FastAPI's machinery.
+
+    They take the request, and need nothing of what that machinery does for each call, which takes
+    a fifth of the time from a request to its engine. Other paths and methods are FastAPI's.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[tuple[str, str], Endpoint]) -> None:
+        """``endpoints``: by method and path."""
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = None
+        if scope["type"] == "http":
+            endpoint = self._endpoints.get((scope["method"], scope["path"]))
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope, receive, send)
+        try:
+            response = await endpoint(request)
+        except OWN_ERRORS as error:
+            response = await _on_error(request, error)
+        await response(scope, receive, send)
+
+
+def _endpoints(router: APIRouter) -> dict[tuple[str, str], Endpoint]:
+    return {
+        (method, route.path): route.endpoint
+        for route in router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods or ()
+    }
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

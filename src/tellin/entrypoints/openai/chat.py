@@ -14,13 +14,19 @@ from tellin.entrypoints.openai.chat_format import Constraint
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
 from tellin.entrypoints.openai.parsers.message import MessageParser
-from tellin.entrypoints.openai.replies import ChatChunk, ChatCompletion
+from tellin.entrypoints.openai.replies import (
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+)
 from tellin.entrypoints.openai.requests import ChatCompletionRequest
 from tellin.entrypoints.openai.sampling import check_best_of, make_sampling_params, split_n
 from tellin.entrypoints.openai.serving import (
     DONE,
     Job,
     ServingContext,
+    TextSplice,
     UsageCounter,
     error_event,
     event,
@@ -28,8 +34,9 @@ from tellin.entrypoints.openai.serving import (
     new_id,
     run_jobs,
 )
+from tellin.entrypoints.openai.shortcut import Shortcut
 from tellin.entrypoints.openai.tools import ToolPlan, plan_tools, wants_json
-from tellin.outputs import RequestOutput
+from tellin.outputs import CompletionOutput, RequestOutput
 from tellin.sampling_params import SamplingParams
 
 RESERVED_TEMPLATE_NAMES = frozenset(
@@ -82,13 +89,20 @@ class PreparedChat:
             think = context.chat_format.make_think_parser(prompt.get("prompt") or "", constraint)
             parser = MessageParser(think, plan.make_parser(), max_calls=plan.max_calls)
             self.choices.append(ChatChoiceWriter(index, parser, options))
+        self.shortcut = Shortcut(self.encode)
+        stream_options = request.stream_options
+        self._wants_usage = stream_options is not None and bool(stream_options.include_usage)
+        self._continuous = stream_options is not None and bool(
+            stream_options.continuous_usage_stats
+        )
+        self._wants_prompt_ids = bool(request.return_token_ids)
+        self._splices: dict[int, TextSplice] = {}
+        """Chunks of the choices that have begun and show nothing but text."""
 
-    async def outputs(self) -> AsyncGenerator[tuple[Job, RequestOutput], None]:
-        stream = run_jobs(self.context, self.jobs, priority=self.request.priority)
-        async with aclosing(stream):
-            async for job, output in stream:
-                self.usage.add(job, output)
-                yield job, output
+    def _outputs(self) -> AsyncGenerator[tuple[Job, RequestOutput], None]:
+        return run_jobs(
+            self.context, self.jobs, priority=self.request.priority, tap=self.shortcut.take
+        )
 
     # ------------------------------------------------------------------ whole
 
@@ -96,8 +110,9 @@ class PreparedChat:
         """The answer, when all choices have ended."""
         choices = []
         first: RequestOutput | None = None
-        async with aclosing(self.outputs()) as stream:
+        async with aclosing(self._outputs()) as stream:
             async for job, output in stream:
+                self.usage.add(job, output)
                 first = first or output
                 for completion in output.outputs:
                     writer = self.choices[job.first_index + completion.index]
@@ -114,39 +129,69 @@ class PreparedChat:
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         """The answer as it grows; a last chunk without choices holds the usage, if wanted."""
-        options = self.request.stream_options
-        wants_usage = options is not None and options.include_usage
-        continuous = options is not None and options.continuous_usage_stats
-        wants_ids = bool(self.request.return_token_ids)
-        async with aclosing(self.outputs()) as stream:
+        async with aclosing(self._outputs()) as stream:
             async for job, output in stream:
+                self.usage.add(job, output)
                 for completion in output.outputs:
-                    writer = self.choices[job.first_index + completion.index]
-                    for choice in writer.delta(completion):
-                        chunk = ChatChunk(self.id, self.created, self.model_name, [choice])
-                        if continuous:
-                            chunk.usage = self.usage.usage()
-                        elif wants_usage:
-                            chunk.usage = None
-                        if wants_ids:
-                            chunk.prompt_token_ids, wants_ids = output.prompt_token_ids or [], False
+                    for chunk in self._chunks_of(job, output, completion):
                         yield chunk
-        if wants_usage:
-            yield ChatChunk(self.id, self.created, self.model_name, [], usage=self.usage.usage())
+        if self._wants_usage:
+            yield self._usage_chunk()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """`chunks` as server-sent events. An error before the first one is raised."""
         has_begun = False
         try:
-            async with aclosing(self.chunks()) as stream:
-                async for chunk in stream:
-                    has_begun = True
-                    yield event(chunk)
+            async with aclosing(self._outputs()) as stream:
+                async for job, output in stream:
+                    if data := self.encode(job, output):
+                        has_begun = True
+                        yield data
+            if self._wants_usage:
+                yield event(self._usage_chunk())
         except Exception as error:
             if not has_begun:
                 raise
             yield error_event(error)
         yield DONE
+
+    def encode(self, job: Job, output: RequestOutput) -> bytes:
+        """Events of an output, joined; empty if there is nothing to show."""
+        self.usage.add(job, output)
+        events = [self._events_of(job, output, completion) for completion in output.outputs]
+        return events[0] if len(events) == 1 else b"".join(events)
+
+    def _events_of(self, job: Job, output: RequestOutput, completion: CompletionOutput) -> bytes:
+        index = job.first_index + completion.index
+        splice = self._splices.get(index)
+        if splice is not None and completion.finish_reason is None:
+            return splice.event(completion.text) if completion.text else b""
+        chunks = self._chunks_of(job, output, completion)
+        if chunks and not self._continuous and self.choices[index].shows_text_only:
+            example = self._chunk(ChatChunkChoice(index, ChatDelta(content="")))
+            self._splices[index] = TextSplice(example, "content")
+        return b"".join([event(chunk) for chunk in chunks])
+
+    def _chunks_of(
+        self, job: Job, output: RequestOutput, completion: CompletionOutput
+    ) -> list[ChatChunk]:
+        writer = self.choices[job.first_index + completion.index]
+        chunks = [self._chunk(choice) for choice in writer.delta(completion)]
+        if chunks and self._wants_prompt_ids:
+            self._wants_prompt_ids = False
+            chunks[0].prompt_token_ids = output.prompt_token_ids or []
+        return chunks
+
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
+        chunk = ChatChunk(self.id, self.created, self.model_name, [choice])
+        if self._continuous:
+            chunk.usage = self.usage.usage()
+        elif self._wants_usage:
+            chunk.usage = None
+        return chunk
+
+    def _usage_chunk(self) -> ChatChunk:
+        return ChatChunk(self.id, self.created, self.model_name, [], usage=self.usage.usage())
 
 
 class ChatService:

@@ -78,6 +78,12 @@ class ChatChoiceWriter:
 
     # ------------------------------------------------------------------ streamed
 
+    @property
+    def shows_text_only(self) -> bool:
+        """Whether a delta between the first and the last is just what came, as content."""
+        options = self._options
+        return self._parser.is_plain and options.logprobs is None and not options.return_token_ids
+
     def delta(self, completion: CompletionOutput) -> list[ChatChunkChoice]:
         """Chunks for what is new. The first chunk of a choice holds the role."""
         parsed = self._parser.feed(completion.text)

@@ -17,6 +17,7 @@ from tellin.entrypoints.openai.serving import (
     DONE,
     Job,
     ServingContext,
+    TextSplice,
     UsageCounter,
     error_event,
     event,
@@ -26,6 +27,7 @@ from tellin.entrypoints.openai.serving import (
     run_jobs,
     stop_reason,
 )
+from tellin.entrypoints.openai.shortcut import Shortcut
 from tellin.outputs import CompletionOutput, RequestOutput
 from tellin.sampling_params import SamplingParams
 
@@ -51,58 +53,83 @@ class PreparedCompletion:
         if request.logprobs is not None:
             as_ids = bool(request.return_tokens_as_token_ids)
             self._logprobs = LogprobWriter(request.logprobs, self._table, as_ids=as_ids)
+        self.shortcut = Shortcut(self.encode)
+        options = request.stream_options
+        self._wants_usage = options is not None and bool(options.include_usage)
+        self._continuous = options is not None and bool(options.continuous_usage_stats)
+        self._always = self._logprobs is not None or bool(request.return_token_ids)
+        """Whether chunks without text are sent too."""
+        self._splices: dict[int, TextSplice] = {}
+        """Chunks of the choices that have begun and show nothing but text."""
 
-    async def outputs(self) -> AsyncGenerator[tuple[Job, RequestOutput], None]:
-        stream = run_jobs(self.context, self.jobs, priority=self.request.priority)
-        async with aclosing(stream):
-            async for job, output in stream:
-                if self._is_scoring:
-                    _drop_generated(output)
-                self.usage.add(job, output)
-                yield job, output
+    def _outputs(self) -> AsyncGenerator[tuple[Job, RequestOutput], None]:
+        return run_jobs(
+            self.context, self.jobs, priority=self.request.priority, tap=self.shortcut.take
+        )
+
+    def _note(self, job: Job, output: RequestOutput) -> None:
+        """Count an output; called once for each."""
+        if self._is_scoring:
+            _drop_generated(output)
+        self.usage.add(job, output)
 
     async def complete(self) -> Completion:
         """The answer, when all choices have ended."""
         choices: list[CompletionChoice] = []
-        async with aclosing(self.outputs()) as stream:
+        async with aclosing(self._outputs()) as stream:
             async for job, output in stream:
+                self._note(job, output)
                 choices.extend(self._choice(job, output, item) for item in output.outputs)
         choices.sort(key=lambda choice: choice.index)
         return self._reply(choices, self.usage.usage())
 
-    async def chunks(self) -> AsyncGenerator[Completion, None]:
-        """The answer as it grows; a last chunk without choices holds the usage, if wanted."""
-        options = self.request.stream_options
-        wants_usage = options is not None and options.include_usage
-        continuous = options is not None and options.continuous_usage_stats
-        always = self._logprobs is not None or self.request.return_token_ids
-        async with aclosing(self.outputs()) as stream:
-            async for job, output in stream:
-                for item in output.outputs:
-                    choice = self._choice(job, output, item)
-                    if choice.text or choice.finish_reason or always:
-                        reply = self._reply([choice])
-                        if continuous:
-                            reply.usage = self.usage.usage()
-                        elif wants_usage:
-                            reply.usage = None
-                        yield reply
-        if wants_usage:
-            yield self._reply([], self.usage.usage())
-
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """`chunks` as server-sent events. An error before the first one is raised."""
+        """The answer as it grows, as server-sent events. An error before the first one is raised.
+
+        A last chunk without choices holds the usage, if wanted.
+        """
         has_begun = False
         try:
-            async with aclosing(self.chunks()) as stream:
-                async for chunk in stream:
-                    has_begun = True
-                    yield event(chunk)
+            async with aclosing(self._outputs()) as stream:
+                async for job, output in stream:
+                    if data := self.encode(job, output):
+                        has_begun = True
+                        yield data
+            if self._wants_usage:
+                yield event(self._reply([], self.usage.usage()))
         except Exception as error:
             if not has_begun:
                 raise
             yield error_event(error)
         yield DONE
+
+    def encode(self, job: Job, output: RequestOutput) -> bytes:
+        """Events of an output, joined; empty if there is nothing to show."""
+        self._note(job, output)
+        events = [self._event(job, output, completion) for completion in output.outputs]
+        return events[0] if len(events) == 1 else b"".join(events)
+
+    def _event(self, job: Job, output: RequestOutput, completion: CompletionOutput) -> bytes:
+        index = job.first_index + completion.index
+        splice = self._splices.get(index)
+        if splice is not None and completion.finish_reason is None:
+            return splice.event(completion.text) if completion.text else b""
+        choice = self._choice(job, output, completion)
+        if not (choice.text or choice.finish_reason or self._always):
+            return b""
+        reply = self._reply([choice])
+        if self._continuous:
+            reply.usage = self.usage.usage()
+        elif self._wants_usage:
+            reply.usage = None
+        if not self._continuous and not self._always:
+            self._splices[index] = self._splice(index, reply)
+        return event(reply)
+
+    def _splice(self, index: int, reply: Completion) -> TextSplice:
+        example = self._reply([CompletionChoice(index, "")])
+        example.usage = reply.usage
+        return TextSplice(example, "text")
 
     # ------------------------------------------------------------------ parts
 

@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tellin.entrypoints.openai.errors import ApiError, bad_request
+from tellin.entrypoints.openai.shortcut import Shortcut
 
 logger = logging.getLogger("tellin.server")
 
@@ -87,8 +88,14 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def stream_reply(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
-    """A streamed answer. What fails before the first event is raised and gets its own status."""
+async def stream_reply(
+    request: Request, events: AsyncGenerator[bytes, None], shortcut: Shortcut | None = None
+) -> Response:
+    """A streamed answer. What fails before the first event is raised and gets its own status.
+
+    Args:
+        shortcut: takes outputs, while it is open, that would else come as ``events``.
+    """
 
     async def first_event() -> bytes:
         return await anext(events)
@@ -97,7 +104,7 @@ async def stream_reply(request: Request, events: AsyncGenerator[bytes, None]) ->
     if isinstance(first, Response):
         await events.aclose()
         return first
-    return EventStream(first, events)
+    return EventStream(first, events, shortcut)
 
 
 class EventStream(Response):
@@ -105,7 +112,9 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], shortcut: Shortcut | None = None
+    ) -> None:
         super().__init__(
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             media_type=self.media_type,
@@ -113,9 +122,12 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._shortcut = shortcut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sender = asyncio.ensure_future(self._send(send))
+        if self._shortcut is not None:
+            self._shortcut.connect(scope.get("extensions"))
+        sender = asyncio.ensure_future(self._send(send, self._shortcut))
         watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
         try:
             await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
@@ -127,9 +139,18 @@ class EventStream(Response):
             await asyncio.gather(sender, watcher, return_exceptions=True)
             await self._events.aclose()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, shortcut: Shortcut | None) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+        if shortcut is None:
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        else:
+            # Open exactly while this task waits for an output: `send` may wait for a slow client.
+            shortcut.is_open = True
+            async for event in self._events:
+                shortcut.is_open = False
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+                shortcut.is_open = True
+            shortcut.is_open = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -67,6 +67,10 @@ class PreparedResponse:
             response["error"] = {"code": "server_error", "message": to_api_error(error).message}
             yield _encode({"type": "response.failed", "response": response}, number)
 
+    @property
+    def shortcut(self) -> None:
+        """None: an event's number tells how many came before it, whichever way they came."""
+
     async def _events(self) -> AsyncGenerator[Event, None]:
         async with aclosing(self._chat.chunks()) as stream:
             async for chunk in stream:

@@ -65,7 +65,7 @@ def api_routes(context: ServingContext) -> APIRouter:
 
     async def answer(request: Request, prepared: Any, stream: bool | None) -> Response:
         if stream:
-            return await stream_reply(request, prepared.events())
+            return await stream_reply(request, prepared.events(), prepared.shortcut)
         return _reply(await until_disconnect(request, prepared.complete()))
 
     @router.post("/v1/chat/completions", openapi_extra=documented(bodies.ChatCompletionRequest))

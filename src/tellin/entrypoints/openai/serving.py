@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
 from tellin.engine.async_llm import AsyncLLM
+from tellin.engine.output_collector import OutputTap
 from tellin.engine.prompts import RenderedPrompt
 from tellin.entrypoints.openai.adapters import Adapters
 from tellin.entrypoints.openai.chat_format import ChatFormat
@@ -155,20 +157,27 @@ def make_jobs(
     ]
 
 
+JobTap = Callable[[Job, RequestOutput], bool]
+
+
 async def run_jobs(
-    context: ServingContext, jobs: Sequence[Job], *, priority: int = 0
+    context: ServingContext, jobs: Sequence[Job], *, priority: int = 0, tap: JobTap | None = None
 ) -> AsyncGenerator[tuple[Job, RequestOutput], None]:
     """Outputs of all jobs as they come.
+
+    Args:
+        tap: of a single job: takes outputs before they come here (see `AsyncLLM.add_request`).
 
     Raises:
         TellinError, ApiError: one job failed or was refused; the others are aborted.
     """
-    streams = [_run_job(context, job, priority) for job in jobs]
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as stream:
+    if len(jobs) == 1:
+        output_tap = None if tap is None else partial(tap, jobs[0])
+        async with aclosing(_run_job(context, jobs[0], priority, output_tap)) as stream:
             async for output in stream:
                 yield jobs[0], output
         return
+    streams = [_run_job(context, job, priority) for job in jobs]
     waiting = {asyncio.ensure_future(anext(stream)): i for i, stream in enumerate(streams)}
     try:
         while waiting:
@@ -190,7 +199,7 @@ async def run_jobs(
 
 
 async def _run_job(
-    context: ServingContext, job: Job, priority: int
+    context: ServingContext, job: Job, priority: int, tap: OutputTap | None = None
 ) -> AsyncGenerator[RequestOutput, None]:
     stream = context.engine.generate(
         job.prompt,
@@ -200,6 +209,7 @@ async def _run_job(
         priority=priority,
         lora_request=job.lora_request,
         reasoning_ended=job.reasoning_ended,
+        tap=tap,
     )
     async with aclosing(stream):
         async for output in stream:
@@ -261,6 +271,26 @@ def new_id(prefix: str, wanted: str | None = None) -> str:
 def event(data: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class TextSplice:
+    """Events that differ in one text only: encoded once, then the text is put in."""
+
+    def __init__(self, example: Any, name: str) -> None:
+        """``example``: an event's data, in which the first field ``name`` is an empty string."""
+        mark = b'"%b":""' % name.encode()
+        head, mark, tail = event(example).partition(mark)
+        if not mark:
+            raise ValueError(f"no empty {name} in {head!r}")
+        self._head = head + mark[:-2]
+        self._tail = tail
+
+    def event(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._head + _encode_text(text) + self._tail
+
+
+_encode_text = msgspec.json.Encoder().encode
 
 
 def error_event(error: BaseException) -> bytes:

@@ -77,6 +77,11 @@ class MessageParser:
         self._max_calls = max_calls
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all text is content as it is."""
+        return self._think is None and self._tools is None
+
+    @property
     def num_calls(self) -> int:
         """Calls begun so far."""
         return 0 if self._tools is None else self._tools.num_calls
