@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "tellin/commit_ahead.h"
 #include "tellin/program.h"
 
 namespace nb = nanobind;
@@ -90,10 +91,10 @@ class BoundProgram {
     const std::lock_guard<std::mutex> lock(mutex);
     program.pack_weight(id, begin, end);
   }
-  void init_kv_cache(int64_t num_blocks) {
+  void init_kv_cache(int64_t num_blocks, const std::string& system_root) {
     const nb::gil_scoped_release release;
     const std::lock_guard<std::mutex> lock(mutex);
-    program.init_kv_cache(num_blocks);
+    program.init_kv_cache(num_blocks, system_root);
   }
   void free_kv_cache() {
     const nb::gil_scoped_release release;
@@ -104,6 +105,11 @@ class BoundProgram {
     const nb::gil_scoped_release release;
     const std::lock_guard<std::mutex> lock(mutex);
     program.copy_kv_block(source, target);
+  }
+
+  size_t kv_committed_bytes() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return program.kv_committed_bytes();
   }
 
   void set_adapter(int slot, const std::vector<LoraTuple>& weights) {
@@ -221,6 +227,9 @@ void bind_runtime(nb::module_& m) {
       },
       "quant_type"_a, "data"_a, "rows"_a, "columns"_a);
 
+  m.def("commit_ahead", &CommitAhead::ahead, "used"_a, "bytes"_a, "available"_a);
+  m.def("available_memory", &available_memory, "root"_a);
+
   nb::class_<BoundProgram>(m, "Program", "A plan compiled for this machine (csrc/include/tellin/program.h).")
       .def(nb::init<const std::string&, int, int64_t, const std::string&>(), "isa"_a, "num_threads"_a,
            "block_size"_a, "kv_dtype"_a)
@@ -332,7 +341,7 @@ void bind_runtime(nb::module_& m) {
       .def("set_adapter", &BoundProgram::set_adapter, "slot"_a, "weights"_a)
       .def("clear_adapter", &BoundProgram::clear_adapter, "slot"_a)
       .def("pack_weight", &BoundProgram::pack_weight, "weight"_a, "begin"_a, "end"_a)
-      .def("init_kv_cache", &BoundProgram::init_kv_cache, "num_blocks"_a)
+      .def("init_kv_cache", &BoundProgram::init_kv_cache, "num_blocks"_a, "system_root"_a = "")
       .def("free_kv_cache", &BoundProgram::free_kv_cache)
       .def("copy_kv_block", &BoundProgram::copy_kv_block, "source"_a, "target"_a)
       .def("forward", &BoundProgram::forward, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
@@ -348,6 +357,7 @@ void bind_runtime(nb::module_& m) {
       .def("listing", [](BoundProgram& p) { return p.program.listing(); })
       .def_prop_ro("kv_bytes_per_block", [](BoundProgram& p) { return p.program.kv_bytes_per_block(); })
       .def_prop_ro("num_kv_blocks", [](BoundProgram& p) { return p.program.num_kv_blocks(); })
+      .def_prop_ro("kv_committed_bytes", [](BoundProgram& p) { return p.kv_committed_bytes(); })
       .def_prop_ro("num_threads", [](BoundProgram& p) { return p.program.num_threads(); })
       .def_prop_ro(
           "thread_team", [](BoundProgram& p) -> ThreadTeam& { return p.program.team(); },

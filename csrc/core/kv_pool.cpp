@@ -49,15 +49,19 @@ void KvPool::add_layer(int64_t num_kv_heads, int64_t head_dim) {
   block_bytes_ += num_kv_heads * tiles_per_block_ * layout.tile_bytes;
 }
 
-void KvPool::allocate(int64_t num_blocks) {
+void KvPool::allocate(int64_t num_blocks, const std::string& system_root) {
   if (num_blocks < 0) throw std::invalid_argument("num_blocks must not be negative");
   if (block_bytes_ > 0 && num_blocks > INT64_MAX / block_bytes_) throw std::bad_alloc();
   free();
   memory_ = MappedMemory(static_cast<size_t>(num_blocks * block_bytes_), /*huge_pages=*/true);
   num_blocks_ = num_blocks;
+  if (memory_.size() > 0) {
+    ahead_ = std::make_unique<CommitAhead>(memory_.data(), memory_.size(), system_root);
+  }
 }
 
 void KvPool::free() {
+  ahead_.reset();  // before its memory goes
   memory_ = MappedMemory();
   num_blocks_ = 0;
 }
@@ -69,6 +73,11 @@ void KvPool::copy_block(int64_t source, int64_t target) {
   if (source == target) return;
   std::memcpy(memory_.data() + target * block_bytes_, memory_.data() + source * block_bytes_,
               static_cast<size_t>(block_bytes_));
+  used(target + 1);
+}
+
+void KvPool::used(int64_t num_blocks) noexcept {
+  if (ahead_ != nullptr) ahead_->used(static_cast<size_t>(num_blocks * block_bytes_));
 }
 
 }  // namespace tellin

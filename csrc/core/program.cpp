@@ -241,8 +241,8 @@ void Program::pack_weight(int id, int64_t begin, int64_t end) {
   if (end == packed.n) weight.source.data = nullptr;
 }
 
-void Program::init_kv_cache(int64_t num_blocks) {
-  pool_.allocate(num_blocks);
+void Program::init_kv_cache(int64_t num_blocks, const std::string& system_root) {
+  pool_.allocate(num_blocks, system_root);
 }
 
 void Program::set_profile(bool enabled) {

@@ -151,6 +151,9 @@ class Program::Run final : public ThreadTeam::Job {
     note_span(member, begin, nanoseconds(Clock::now()));
   }
 
+  // One more than the highest cache block that the step writes.
+  int64_t blocks_used() const { return blocks_used_; }
+
  private:
   void record() {
     const Clock::time_point now = Clock::now();
@@ -218,6 +221,7 @@ class Program::Run final : public ThreadTeam::Job {
         for (int64_t t = input_.query_start_loc[r]; t < input_.query_start_loc[r + 1]; ++t) {
           const int64_t position = input_.positions[t];
           const int64_t block = input_.block_table[r * input_.max_blocks + position / pool_.block_size()];
+          blocks_used_ = std::max(blocks_used_, block + 1);
           state_.slots[static_cast<size_t>(t)] = block * pool_.block_size() + position % pool_.block_size();
         }
       }
@@ -263,6 +267,7 @@ class Program::Run final : public ThreadTeam::Job {
   const KvPool& pool_;
   const int num_threads_;
   TaskShares shares_;
+  int64_t blocks_used_ = 0;
   size_t num_passes_ = 0;
   size_t pass_ = 0;
   size_t next_ = 0;
@@ -275,6 +280,7 @@ void Program::forward(const StepInput& input) {
   check_step(input);
   Run run(*this, input);
   team_.run(run);
+  pool_.used(run.blocks_used());
   state_->num_tokens = input.num_tokens;
   state_->num_logits = input.num_logits;
   last_forward_s_ = seconds_between(start, Clock::now());

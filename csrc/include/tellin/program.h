@@ -124,11 +124,14 @@ class Program {
   // Throws std::domain_error if they hold NaN or infinity.
   void pack_weight(int weight, int64_t begin, int64_t end);
 
-  void init_kv_cache(int64_t num_blocks);
+  // `system_root`: where the /proc lies that tells how busy the system is; for tests.
+  void init_kv_cache(int64_t num_blocks, const std::string& system_root = "");
   void free_kv_cache() { pool_.free(); }
   void copy_kv_block(int64_t source, int64_t target) { pool_.copy_block(source, target); }
   int64_t kv_bytes_per_block() const { return pool_.block_bytes(); }
   int64_t num_kv_blocks() const { return pool_.num_blocks(); }
+  // End of what was committed ahead of its use, in bytes from the cache's start (commit_ahead.h).
+  size_t kv_committed_bytes() const { return pool_.committed_bytes(); }
 
   // Loads an adapter into a slot, in the place of what was there. The matrices are copied.
   void set_adapter(int slot, const std::vector<LoraWeights>& weights);

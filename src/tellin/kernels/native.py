@@ -127,7 +127,10 @@ class NativeBackend:
         return self._live().kv_bytes_per_block
 
     def init_kv_cache(self, num_blocks: int) -> None:
-        """Reserve a cache of ``num_blocks`` blocks; memory is committed as blocks are used.
+        """Reserve a cache of ``num_blocks`` blocks.
+
+        Memory is committed as blocks are used, and a little ahead of that while a processor has
+        nothing else to do (csrc/include/tellin/commit_ahead.h).
 
         Raises:
             OutOfMemoryError: the system refuses the address space.
