@@ -5,8 +5,8 @@ the parent alone) to its standard input. So the user's main module is never impo
 ``__main__`` guard is needed, and the end of the parent, however it ends, is seen as the end of that
 pipe.
 
-Threads: main runs the loop; one receives and prepares requests; one encodes and sends outputs; one
-watches the parent. Only main touches scheduler and executor.
+Threads: main runs the loop and sends outputs; one receives and prepares requests; one watches the
+parent. Only main touches scheduler and executor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import pickle
-import queue
 import signal
 import sys
 import threading
@@ -78,6 +77,61 @@ def engine_identity(engine_index: int) -> bytes:
     return engine_index.to_bytes(2, "little")
 
 
+class OutputSender:
+    """Encodes outputs and sends them to the clients, at once, in the thread that has them.
+
+    A thread of its own would get the interpreter only when the next step's forward pass has begun:
+    clients would then do their part beside the model, and wait beside the scheduler. Sending waits
+    for nobody: what a client does not take, ZeroMQ keeps.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], start: StartMessage) -> None:
+        settings = start.config.settings
+        self._engine_index = start.engine_index
+        self._encoder = Encoder(
+            settings.msgpack_zero_copy_threshold, settings.allow_insecure_serialization
+        )
+        self._lock = threading.Lock()
+        self._sockets = []
+        for address in start.output_addresses:
+            socket = context.socket(zmq.PUSH)
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.setsockopt(zmq.SNDHWM, 0)  # no limit: a client that stands still stops no step
+            socket.connect(address)
+            self._sockets.append(socket)
+
+    def send(self, client_index: int, outputs: EngineCoreOutputs) -> None:
+        """Send a batch. Called by any thread; nothing after `close`."""
+        outputs.engine_index = self._engine_index
+        with self._lock:
+            if self._sockets:
+                self._sockets[client_index].send_multipart(self._encode(outputs), copy=False)
+
+    def send_dead(self) -> None:
+        """Tell all clients that the core has died."""
+        with self._lock:
+            for socket in self._sockets:
+                socket.send(ENGINE_CORE_DEAD)
+
+    def close(self) -> None:
+        """Close the sockets; what was sent is on its way. Idempotent."""
+        with self._lock:
+            while self._sockets:
+                self._sockets.pop().close()
+
+    def _encode(self, outputs: EngineCoreOutputs) -> list[Frame]:
+        """Frames of a batch; a utility result that cannot travel becomes that call's failure."""
+        try:
+            return self._encoder.encode(outputs)
+        except TypeError as error:
+            utility = outputs.utility_output
+            if utility is None:
+                raise
+            utility.result, utility.failure_message = None, str(error)
+            utility.error_type = "TypeError"
+            return self._encoder.encode(outputs)
+
+
 class EngineCoreProc:
     """Connects an `EngineCoreLoop` to the sockets of its clients."""
 
@@ -86,8 +140,7 @@ class EngineCoreProc:
         self._config = start.config
         self._context = zmq.Context(io_threads=2)
         self._inputs = [self._connect_input(a) for a in start.input_addresses]
-        self._output_queue: queue.SimpleQueue[tuple[int, EngineCoreOutputs] | bytes | None]
-        self._output_queue = queue.SimpleQueue()
+        self._sender: OutputSender | None = None
         self._threads: list[threading.Thread] = []
         self._stop_input = threading.Event()
         self.loop: EngineCoreLoop | None = None
@@ -118,15 +171,16 @@ class EngineCoreProc:
             self._tell_failed(error)
             raise
         try:
-            self.loop = EngineCoreLoop(core, self._enqueue, num_clients=len(self._inputs))
-            self._start_thread("tellin-output", self._send_outputs)
+            self._sender = sender = OutputSender(self._context, self._start)
+            self.loop = EngineCoreLoop(core, sender.send, num_clients=len(self._inputs))
             for socket in self._inputs:
                 socket.send(msgspec.msgpack.encode(("ready", core.ready)))
             self._start_thread("tellin-input", self._receive_inputs)
             self.loop.run()
         except Exception:
             logger.exception("the engine core died")
-            self._output_queue.put(ENGINE_CORE_DEAD)
+            if self._sender is not None:
+                self._sender.send_dead()
             raise
         finally:
             self._close(core)
@@ -154,19 +208,16 @@ class EngineCoreProc:
         thread.start()
         self._threads.append(thread)
 
-    def _enqueue(self, client_index: int, outputs: EngineCoreOutputs) -> None:
-        outputs.engine_index = self._start.engine_index
-        self._output_queue.put((client_index, outputs))
-
     def _executor_failed(self) -> None:
         if self.loop is not None:  # a failure before the loop exists fails the start
             self.loop.executor_failed()
 
     def _close(self, core: EngineCore) -> None:
         self._stop_input.set()
-        self._output_queue.put(None)
         for thread in self._threads:
             thread.join(timeout=LINGER_MS / 1000 + 1)
+        if self._sender is not None:
+            self._sender.close()
         core.shutdown()
         self._context.term()  # waits, up to the linger time, until the last outputs are sent
 
@@ -221,41 +272,6 @@ class EngineCoreProc:
                 loop.send_error(
                     client_index, request_id, f"request could not be decoded: {error}", True
                 )
-
-    # ------------------------------------------------------------------ output thread
-
-    def _send_outputs(self) -> None:
-        encoder = Encoder(
-            self._config.settings.msgpack_zero_copy_threshold,
-            self._config.settings.allow_insecure_serialization,
-        )
-        sockets = []
-        for address in self._start.output_addresses:
-            socket = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.connect(address)
-            sockets.append(socket)
-        while (entry := self._output_queue.get()) is not None:
-            if isinstance(entry, bytes):
-                for socket in sockets:
-                    socket.send(entry)
-                continue
-            client_index, outputs = entry
-            sockets[client_index].send_multipart(self._encode(encoder, outputs), copy=False)
-        for socket in sockets:
-            socket.close()
-
-    def _encode(self, encoder: Encoder, outputs: EngineCoreOutputs) -> list[Frame]:
-        """Frames of a batch; a utility result that cannot travel becomes that call's failure."""
-        try:
-            return encoder.encode(outputs)
-        except TypeError as error:
-            utility = outputs.utility_output
-            if utility is None:
-                raise
-            utility.result, utility.failure_message = None, str(error)
-            utility.error_type = "TypeError"
-            return encoder.encode(outputs)
 
 
 def _request_id_of(kind: bytes, frames: Sequence[Frame]) -> str | None:
