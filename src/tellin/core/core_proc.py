@@ -11,6 +11,7 @@ parent. Only main touches scheduler and executor.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -176,6 +177,7 @@ class EngineCoreProc:
             for socket in self._inputs:
                 socket.send(msgspec.msgpack.encode(("ready", core.ready)))
             self._start_thread("tellin-input", self._receive_inputs)
+            gc.freeze()  # what is loaded by now stays: the garbage collector need not look at it
             self.loop.run()
         except Exception:
             logger.exception("the engine core died")

@@ -127,7 +127,7 @@ class Detokenizer:
         return len(self.token_ids)
 
     def update(
-        self, new_token_ids: list[int], *, drop_last_text: bool = False, finished: bool = False
+        self, new_token_ids: list[int], drop_last_text: bool = False, finished: bool = False
     ) -> str | None:
         """Take the tokens of one step.
 
@@ -183,6 +183,8 @@ class TextDetokenizer(Detokenizer):
     ) -> None:
         super().__init__()
         self._stream = stream
+        self._push = stream.push
+        self._is_plain = not stop and gate is None
         self._matcher = StopMatcher(list(stop)) if stop else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -191,18 +193,22 @@ class TextDetokenizer(Detokenizer):
         self._held = ""  # characters that may begin a stop string
 
     def update(
-        self, new_token_ids: list[int], *, drop_last_text: bool = False, finished: bool = False
+        self, new_token_ids: list[int], drop_last_text: bool = False, finished: bool = False
     ) -> str | None:
-        last = len(new_token_ids) - 1
-        for index, token_id in enumerate(new_token_ids):
+        shown = new_token_ids[:-1] if drop_last_text else new_token_ids
+        for token_id in shown:
             self.token_ids.append(token_id)
-            if drop_last_text and index == last:
-                break
-            text = self._stream.push(token_id)
-            if text:
+            text = self._push(token_id)
+            if not text:
+                continue
+            if self._is_plain:
+                self._released.append(text)
+            else:
                 stop = self._take(text)
                 if stop is not None:
                     return stop
+        if drop_last_text:
+            self.token_ids.append(new_token_ids[-1])
         if finished:
             self.finish()
         return None

@@ -5,7 +5,7 @@ Knows one request and its parent; the table of all requests is the output proces
 
 from __future__ import annotations
 
-import copy
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 from tellin.engine.detokenizer import Detokenizer
@@ -25,6 +25,9 @@ from tellin.outputs import (
 from tellin.protocol import EngineCoreOutput, EngineCoreRequest, FinishReason
 from tellin.sampling_params import RequestOutputKind
 
+_copy = methodcaller("__copy__")
+"""`copy.copy` of a struct, without its search for how to copy."""
+
 if TYPE_CHECKING:
     from tellin.engine.output_processor import OutputQueue
 
@@ -33,6 +36,8 @@ class RequestState:
     """Progress of one request, or of one child of a parent."""
 
     __slots__ = (
+        "_is_delta",
+        "_is_final_only",
         "_num_sent_tokens",
         "_pooling_data",
         "_stream_interval",
@@ -99,6 +104,8 @@ class RequestState:
         self._pooling_data: object = None
         self._stream_interval = stream_interval
         self._num_sent_tokens = 0
+        self._is_delta = self.output_kind == RequestOutputKind.DELTA
+        self._is_final_only = self.output_kind == RequestOutputKind.FINAL_ONLY
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -125,22 +132,21 @@ class RequestState:
             self.num_cached_tokens = output.prefill_stats.num_cached_tokens
         if output.kv_transfer_params is not None:
             self.kv_transfer_params = output.kv_transfer_params
-        if self.detokenizer is None or self.sampling_params is None:
+        detokenizer = self.detokenizer
+        if detokenizer is None or self.sampling_params is None:
             self._pooling_data = output.pooling_output
             return 0, output.finish_reason, output.stop_reason
         new_token_ids = output.new_token_ids
         finish_reason, stop_reason = output.finish_reason, output.stop_reason
-        num_before = self.detokenizer.num_output_tokens
+        num_before = len(detokenizer.token_ids)
         drop_last_text = (
             finish_reason == FinishReason.STOP
             and bool(new_token_ids)
             and not self.sampling_params.include_stop_str_in_output
             and new_token_ids[-1] in self.sampling_params.all_stop_token_ids
         )
-        stop = self.detokenizer.update(
-            new_token_ids, drop_last_text=drop_last_text, finished=finish_reason is not None
-        )
-        num_kept = self.detokenizer.num_output_tokens - num_before
+        stop = detokenizer.update(new_token_ids, drop_last_text, finish_reason is not None)
+        num_kept = len(detokenizer.token_ids) - num_before
         if stop is not None:
             finish_reason, stop_reason = FinishReason.STOP, stop
         if self.logprobs_processor is not None:
@@ -162,11 +168,12 @@ class RequestState:
     ) -> RequestOutput | PoolingRequestOutput | None:
         """What the user gets now; None if there is nothing to hand out yet."""
         finished = finish_reason is not None
-        if self.detokenizer is None:
+        detokenizer = self.detokenizer
+        if detokenizer is None:
             return self._make_pooling_output(finish_reason)
-        if not finished and not self._must_emit(self.detokenizer.num_output_tokens):
+        if not finished and not self._must_emit(len(detokenizer.token_ids)):
             return None
-        completion = self._make_completion(finish_reason, stop_reason)
+        completion = self._make_completion(detokenizer, finish_reason, stop_reason)
         completions = [completion]
         if self.parent is not None:
             if self.error is not None and self.parent.error is None:
@@ -178,10 +185,10 @@ class RequestState:
             request_id=self.external_req_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            prompt_logprobs=self._prompt_logprobs(),
+            prompt_logprobs=None if self.logprobs_processor is None else self._prompt_logprobs(),
             outputs=completions,
             finished=finished,
-            metrics=None if self.stats is None else copy.copy(self.stats),
+            metrics=None if self.stats is None else _copy(self.stats),
             lora_request=self.lora_request,
             num_cached_tokens=self.num_cached_tokens,
             kv_transfer_params=self.kv_transfer_params,
@@ -191,7 +198,7 @@ class RequestState:
         )
 
     def _must_emit(self, num_tokens: int) -> bool:
-        if self.output_kind == RequestOutputKind.FINAL_ONLY:
+        if self._is_final_only:
             return False
         return (
             self._num_sent_tokens == 0
@@ -199,13 +206,14 @@ class RequestState:
         )
 
     def _make_completion(
-        self, finish_reason: FinishReason | None, stop_reason: int | str | None
+        self,
+        detokenizer: Detokenizer,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
     ) -> CompletionOutput:
-        detokenizer = self.detokenizer
-        assert detokenizer is not None
-        is_delta = self.output_kind == RequestOutputKind.DELTA
+        is_delta = self._is_delta
         start = self._num_sent_tokens if is_delta else 0
-        self._num_sent_tokens = detokenizer.num_output_tokens
+        self._num_sent_tokens = len(detokenizer.token_ids)
         processor = self.logprobs_processor
         logprobs: SampleLogprobs | None = None
         if processor is not None and processor.logprobs is not None:
@@ -237,7 +245,7 @@ class RequestState:
             prompt_token_ids=self.prompt_token_ids,
             finished=finish_reason is not None,
             num_cached_tokens=self.num_cached_tokens,
-            metrics=None if self.stats is None else copy.copy(self.stats),
+            metrics=None if self.stats is None else _copy(self.stats),
             error=self.error,
             finish_reason=None if finish_reason is None else str(finish_reason),
             num_truncated_prompt_tokens=self.num_truncated_prompt_tokens,

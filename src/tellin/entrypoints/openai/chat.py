@@ -158,8 +158,9 @@ class PreparedChat:
     def encode(self, job: Job, output: RequestOutput) -> bytes:
         """Events of an output, joined; empty if there is nothing to show."""
         self.usage.add(job, output)
-        events = [self._events_of(job, output, completion) for completion in output.outputs]
-        return events[0] if len(events) == 1 else b"".join(events)
+        if len(output.outputs) == 1:
+            return self._events_of(job, output, output.outputs[0])
+        return b"".join([self._events_of(job, output, item) for item in output.outputs])
 
     def _events_of(self, job: Job, output: RequestOutput, completion: CompletionOutput) -> bytes:
         index = job.first_index + completion.index

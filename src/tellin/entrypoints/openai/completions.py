@@ -106,8 +106,9 @@ class PreparedCompletion:
     def encode(self, job: Job, output: RequestOutput) -> bytes:
         """Events of an output, joined; empty if there is nothing to show."""
         self._note(job, output)
-        events = [self._event(job, output, completion) for completion in output.outputs]
-        return events[0] if len(events) == 1 else b"".join(events)
+        if len(output.outputs) == 1:
+            return self._event(job, output, output.outputs[0])
+        return b"".join([self._event(job, output, completion) for completion in output.outputs])
 
     def _event(self, job: Job, output: RequestOutput, completion: CompletionOutput) -> bytes:
         index = job.first_index + completion.index

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
 import signal
@@ -145,6 +146,9 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # What is loaded by now stays: the garbage collector need not look at it again and again.
+        gc.collect()
+        gc.freeze()
         if self._on_start is not None:
             self._on_start(self._context, url_of(self._sock))
 

@@ -237,7 +237,8 @@ class UsageCounter:
                 self.prompt_tokens += len(output.prompt_token_ids or ())
                 self.cached_tokens += output.num_cached_tokens or 0
                 self.truncated_tokens += output.num_truncated_prompt_tokens
-        self.completion_tokens += sum(len(item.token_ids) for item in output.outputs)
+        for completion in output.outputs:
+            self.completion_tokens += len(completion.token_ids)
 
     def usage(self) -> Usage:
         return Usage(

@@ -43,13 +43,13 @@ class Shortcut:
 
     def take(self, job: Any, output: RequestOutput) -> bool:
         """Send an output; False where it has to go the long way."""
-        connection = self._connection
-        if not self.is_open or connection is None or output.finished or output.error is not None:
+        if not self.is_open or output.finished or output.error is not None:
             return False
         for completion in output.outputs:
             if completion.finish_reason is not None:
                 return False
-        if not connection.can_write():
+        connection = self._connection
+        if connection is None or not connection.can_write():
             return False
         data = self._encode(job, output)
         if data:
