@@ -96,6 +96,7 @@ def test_out_28_events_keep_their_order_however_slow_the_client_is(schedule: lis
         )
 
         async def events() -> AsyncGenerator[bytes, None]:
+            yield b"<"
             finished = False
             while not finished:
                 output = collector.get_nowait() or await collector.get()
@@ -107,7 +108,7 @@ def test_out_28_events_keep_their_order_however_slow_the_client_is(schedule: lis
             await asyncio.Event().wait()
             return {}
 
-        stream = EventStream(b"<", events(), shortcut)
+        stream = EventStream(events(), shortcut)
         scope = {"type": "http", "extensions": {EXTENSION: wire}}
         task = asyncio.create_task(stream(scope, receive, wire.send))
         expected = "<"

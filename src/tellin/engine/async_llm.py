@@ -13,10 +13,9 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from copy import copy
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,7 +26,7 @@ from tellin.engine.core_client import AsyncCoreClient, EngineCoreClient
 from tellin.engine.input_processor import InputProcessor
 from tellin.engine.output_collector import OutputTap, RequestOutputCollector, is_finished
 from tellin.engine.output_handler import OutputHandler
-from tellin.engine.output_processor import Output, OutputProcessor
+from tellin.engine.output_processor import OutputProcessor
 from tellin.engine.parallel_sampling import ParentRequest
 from tellin.engine.renderer import ChatTokenizer, Renderer
 from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager, load_plugins
@@ -47,6 +46,8 @@ from tellin.protocol import EngineCoreRequest, EngineCoreSnapshot, LoRARequest
 from tellin.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("tellin.engine")
+
+AnyOutput = TypeVar("AnyOutput", RequestOutput, PoolingRequestOutput)
 
 
 class AsyncLLM:
@@ -266,7 +267,7 @@ class AsyncLLM:
             await self.engine_core.abort_requests_async(added)
             raise
 
-    async def generate(
+    def generate(
         self,
         prompt: Any,
         sampling_params: SamplingParams,
@@ -288,13 +289,9 @@ class AsyncLLM:
             RequestTimeoutError: the deadline passed; the request was aborted.
             RequestError and others: as `add_request`.
         """
-        stream = self._stream(prompt, sampling_params, request_id, timeout_s, kwargs)
-        async with aclosing(stream):
-            async for output in stream:
-                if isinstance(output, RequestOutput):
-                    yield output
+        return self._stream(prompt, sampling_params, request_id, timeout_s, kwargs, RequestOutput)
 
-    async def encode(
+    def encode(
         self,
         prompt: Any,
         pooling_params: PoolingParams,
@@ -304,11 +301,9 @@ class AsyncLLM:
         **kwargs: Any,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Pool one prompt; same protocol as `generate`."""
-        stream = self._stream(prompt, pooling_params, request_id, timeout_s, kwargs)
-        async with aclosing(stream):
-            async for output in stream:
-                if isinstance(output, PoolingRequestOutput):
-                    yield output
+        return self._stream(
+            prompt, pooling_params, request_id, timeout_s, kwargs, PoolingRequestOutput
+        )
 
     async def _stream(
         self,
@@ -317,7 +312,8 @@ class AsyncLLM:
         request_id: str | None,
         timeout_s: float | None,
         kwargs: dict[str, Any],
-    ) -> AsyncGenerator[Output, None]:
+        output_type: type[AnyOutput],
+    ) -> AsyncGenerator[AnyOutput, None]:
         request_id = request_id if request_id is not None else uuid.uuid4().hex
         internal_id, collector = await self.add_request(request_id, prompt, params, **kwargs)
         # One timer per request: one per output would cost more than handing the output over.
@@ -327,7 +323,8 @@ class AsyncLLM:
             while not finished:
                 output = collector.get_nowait() or await collector.get()
                 finished = is_finished(output)
-                yield output
+                if isinstance(output, output_type):
+                    yield output
         except (EngineDeadError, EngineClosedError):
             finished = True  # nothing is left to abort
             raise

@@ -24,7 +24,7 @@ class RequestOutputCollector:
         """``tap``: takes outputs before the consumer, which never sees those that it takes."""
         self._aggregate = output_kind == RequestOutputKind.DELTA
         self._slot: Output | Exception | None = None
-        self._ready = asyncio.Event()
+        self._waiter: asyncio.Future[None] | None = None
         self._tap = tap
 
     def put(self, output: Output | Exception) -> None:
@@ -44,18 +44,23 @@ class RequestOutputCollector:
             waiting.add(output, aggregate=self._aggregate)
         else:
             self._slot = output
-        self._ready.set()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     async def get(self) -> Output:
-        """Next output; waits for one. A stored exception is raised, once."""
+        """Next output; waits for one, for one caller. A stored exception is raised, once."""
         while (output := self.get_nowait()) is None:
-            await self._ready.wait()
+            # Less than an `asyncio.Event`, which several could wait for.
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         return output
 
     def get_nowait(self) -> Output | None:
         """What waits, or None. A stored exception is raised, once."""
         output, self._slot = self._slot, None
-        self._ready.clear()
         if isinstance(output, Exception):
             raise output
         return output

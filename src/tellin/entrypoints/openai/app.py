@@ -94,9 +94,10 @@ class DirectRoutes:
         request = Request(scope, receive, send)
         try:
             response = await endpoint(request)
+            await response(scope, receive, send)
         except OWN_ERRORS as error:
             response = await _on_error(request, error)
-        await response(scope, receive, send)
+            await response(scope, receive, send)
 
 
 def _endpoints(router: APIRouter) -> dict[tuple[str, str], Endpoint]:

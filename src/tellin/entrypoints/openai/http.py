@@ -88,39 +88,23 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def stream_reply(
-    request: Request, events: AsyncGenerator[bytes, None], shortcut: Shortcut | None = None
-) -> Response:
-    """A streamed answer. What fails before the first event is raised and gets its own status.
-
-    Args:
-        shortcut: takes outputs, while it is open, that would else come as ``events``.
-    """
-
-    async def first_event() -> bytes:
-        return await anext(events)
-
-    first = await until_disconnect(request, first_event())
-    if isinstance(first, Response):
-        await events.aclose()
-        return first
-    return EventStream(first, events, shortcut)
-
-
 class EventStream(Response):
-    """Server-sent events. A slow reader holds up its own stream only: outputs wait merged."""
+    """Server-sent events. A slow reader holds up its own stream only: outputs wait merged.
+
+    What fails before the first event is raised, and nothing has been sent: it gets its own status.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, events: AsyncGenerator[bytes, None], shortcut: Shortcut | None = None
+        self, events: AsyncGenerator[bytes, None], shortcut: Shortcut | None = None
     ) -> None:
+        """``shortcut``: takes outputs, while it is open, that would else come as ``events``."""
         super().__init__(
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
             media_type=self.media_type,
         )
         del self.headers["content-length"]
-        self._first = first
         self._events = events
         self._shortcut = shortcut
 
@@ -140,17 +124,18 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send(self, send: Send, shortcut: Shortcut | None) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        if shortcut is None:
-            async for event in self._events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        else:
+        has_begun = False
+        async for event in self._events:
             # Open exactly while this task waits for an output: `send` may wait for a slow client.
-            shortcut.is_open = True
-            async for event in self._events:
+            if shortcut is not None:
                 shortcut.is_open = False
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+            if not has_begun:
+                has_begun = True
+                head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                await send(head)
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+            if shortcut is not None:
                 shortcut.is_open = True
+        if shortcut is not None:
             shortcut.is_open = False
         await send({"type": "http.response.body", "body": b"", "more_body": False})

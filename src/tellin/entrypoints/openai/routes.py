@@ -13,7 +13,7 @@ from tellin.entrypoints.openai import requests as bodies
 from tellin.entrypoints.openai.chat import ChatService
 from tellin.entrypoints.openai.completions import CompletionService
 from tellin.entrypoints.openai.embeddings import EmbeddingService
-from tellin.entrypoints.openai.http import body_reader, json_reply, stream_reply, until_disconnect
+from tellin.entrypoints.openai.http import EventStream, body_reader, json_reply, until_disconnect
 from tellin.entrypoints.openai.responses import ResponsesService
 from tellin.entrypoints.openai.responses_request import ResponsesRequest
 from tellin.entrypoints.openai.scores import ScoreService
@@ -65,7 +65,7 @@ def api_routes(context: ServingContext) -> APIRouter:
 
     async def answer(request: Request, prepared: Any, stream: bool | None) -> Response:
         if stream:
-            return await stream_reply(request, prepared.events(), prepared.shortcut)
+            return EventStream(prepared.events(), prepared.shortcut)
         return _reply(await until_disconnect(request, prepared.complete()))
 
     @router.post("/v1/chat/completions", openapi_extra=documented(bodies.ChatCompletionRequest))

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tellin.entrypoints.openai.http import json_reply, stream_reply
+from tellin.entrypoints.openai.http import EventStream, json_reply
 from tellin.entrypoints.openai.page.view import EngineView
 from tellin.entrypoints.openai.serving import ServingContext
 
@@ -64,11 +64,10 @@ def page_routes(context: ServingContext) -> APIRouter:
 
     @router.get("/engine/events")
     async def engine_events(
-        request: Request,
         interval: float = Query(0.5, ge=MIN_INTERVAL_S, le=MAX_INTERVAL_S),
     ) -> Response:
         context.check_accepts()
-        return await stream_reply(request, view.events(interval))
+        return EventStream(view.events(interval))
 
     return router
 
