@@ -21,10 +21,12 @@ DEFAULT_TESTS = ["tests/kernels"]
 UNSUITABLE = {
     "test_free_kv_cache_gives_memory_back",  # measures a memory that the sanitizer shares
     "test_other_python_threads_run_during_a_step",  # about time, and minutes of it
+    "test_steps_run_where_no_thread_can_be_had",  # limits memory, also the sanitizer's own
 }
 UNSUITABLE_FOR_THREAD = {
     "test_affinity_limits_the_team_and_is_kept",  # counts threads: the sanitizer has one
     "test_a_forked_child_has_threads_of_its_own",  # the sanitizer loses count of threads in a fork
+    "test_a_forked_child_has_no_such_thread_and_may_start_its_own",  # the same
 }
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 
