@@ -108,6 +108,32 @@ def test_s13_multi_process_results_equal_in_process_ones(
         assert results(run_sync(engine, PROMPTS)) == inproc_results
 
 
+def huge_number(model: object) -> int:
+    return 1 << 70
+
+
+def half_a_character(model: object) -> str:
+    return "\ud800"
+
+
+def local_function(model: object) -> object:
+    return lambda: model
+
+
+def test_results_that_cannot_travel_fail_their_call_only(
+    make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TELLIN_ALLOW_INSECURE_SERIALIZATION", "1")
+    with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
+        with pytest.raises(RuntimeError, match="OverflowError: can't serialize ints"):
+            engine.apply_model(huge_number)
+        with pytest.raises(RuntimeError, match=r"UnicodeEncodeError: .*surrogates not allowed"):
+            engine.apply_model(half_a_character)
+        with pytest.raises(AttributeError, match="pickle local object"):
+            engine.apply_model(local_function)
+        assert engine.is_sleeping() is False
+
+
 @pytest.mark.parametrize("multiprocess", [True, False])
 def test_asynchronous_results_equal_in_process_ones(
     multiprocess: bool, make_args: MakeArgs, inproc_results: list[object]

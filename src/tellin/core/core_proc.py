@@ -124,12 +124,12 @@ class OutputSender:
         """Frames of a batch; a utility result that cannot travel becomes that call's failure."""
         try:
             return self._encoder.encode(outputs)
-        except TypeError as error:
+        except Exception as error:  # a result can be anything, and pickling it can run anything
             utility = outputs.utility_output
             if utility is None:
                 raise
             utility.result, utility.failure_message = None, str(error)
-            utility.error_type = "TypeError"
+            utility.error_type = type(error).__name__
             return self._encoder.encode(outputs)
 
 
