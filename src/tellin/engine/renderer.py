@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 from tellin.checks import check_bool, check_str
@@ -422,7 +423,8 @@ def _is_short(*parts: Any) -> bool:
             left -= len(part)
         elif isinstance(part, Mapping):
             left -= 1
-            rest.extend(part.values())
+            for item in islice(part.items(), INLINE_CHARS + 1):
+                rest.extend(item)
         elif isinstance(part, list | tuple):
             left -= 1
             rest.extend(part[: INLINE_CHARS + 1])
