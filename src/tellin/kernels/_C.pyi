@@ -131,6 +131,10 @@ def dequantize_rows(
     Dequantises the rows of a file tensor (uint8 bytes) to out: [rows, k] float32.
     """
 
+def quantize_rows(
+    isa: str, x: NDArray[np.float32], precision: str = "int8"
+) -> NDArray[np.uint8]: ...
+
 class PackedLinear:
     """A weight matrix packed for one kernel variant."""
 
@@ -150,6 +154,8 @@ class PackedLinear:
     def num_groups(self) -> int: ...
     @property
     def packed_bytes(self) -> int: ...
+    @property
+    def bytes(self) -> NDArray[np.uint8]: ...
 
 class Sampler:
     def __init__(self, num_ids: int, mode: int, isa: str | None = None) -> None: ...
