@@ -150,7 +150,7 @@ void bind_linear(nb::module_& m) {
            "quant_type"_a, "data"_a, "n"_a, "k"_a, "precision"_a = "int8")
       .def("run", &PackedLinear::run, "x"_a, "out"_a, "m0"_a, "m1"_a, "g0"_a, "g1"_a,
            nb::call_guard<nb::gil_scoped_release>())
-      .def_prop_ro("bytes", &PackedLinear::bytes)
+      .def("bytes", &PackedLinear::bytes, "A copy of the packed groups, one after the other.")
       .def_prop_ro("num_groups", &PackedLinear::num_groups)
       .def_prop_ro("packed_bytes", &PackedLinear::packed_bytes);
 }
