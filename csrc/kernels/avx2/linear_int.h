@@ -150,14 +150,15 @@ TELLIN_INLINE void add_block(const uint8_t (*codes)[kVectorBytes], const uint8_t
                              const int32_t (*code_pair)[kRows], float* acc) {
   __m256i sum[2][kTokens];
   __m256 product[2][kTokens];
+  const auto* rows = reinterpret_cast<const Act*>(x);
   if constexpr (format_of(T).per16()) {
     whole_sums<T, 0, Act>(codes, x, row_bytes, code_pair[0], sum);
-    scale_half(scale[0], sum, product);
+    scale_half(rows, row_bytes, scale[0], sum, product, acc);
     whole_sums<T, 1, Act>(codes, x, row_bytes, code_pair[1], sum);
   } else {
     whole_sums<T, -1, Act>(codes, x, row_bytes, code_pair[0], sum);
   }
-  scale_sums<T>(reinterpret_cast<const Act*>(x), row_bytes, scale, minimum, sum, product, acc);
+  scale_sums<T>(rows, row_bytes, scale, minimum, sum, product, acc);
 }
 
 // Runs a tile over the blocks of a chunk. acc: [kTokens][16], 32-byte aligned.

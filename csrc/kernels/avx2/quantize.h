@@ -24,19 +24,17 @@ TELLIN_INLINE void store_plane(const __m256i (&v)[4], int8_t* q) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), ordered);
 }
 
-// Rewrites the record of a block that has no finite values of some size: it is zero, or all its outputs are
-// NaN.
+// Rewrites the record of a block whose values are not all finite and of some size, but not too large.
 template <class Act>
-void repair_block(const float* x, Act* out) {
+void repair_block(const float* x, float least, float largest, Act* out) {
   bool is_finite = true, is_tiny = true;
   for (int i = 0; i < kBlockK; ++i) {
     const float magnitude = __builtin_fabsf(x[i]);
-    is_finite = is_finite && magnitude <= __FLT_MAX__;
-    is_tiny = is_tiny && magnitude < kTinyAct;
+    is_finite = is_finite && magnitude <= largest;
+    is_tiny = is_tiny && magnitude < least;
   }
-  if (is_finite && !is_tiny) return;
-  __builtin_memset(out, 0, sizeof *out);
-  if (!is_finite) out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
+  if (!is_finite) return store_nan_record(out);
+  if (is_tiny) store_zero_record(out);
 }
 
 // ---- 15 bits ----
@@ -51,7 +49,7 @@ TELLIN_INLINE void quantize_block(const float* x, Act16* out) {
   }
   const float magnitude = horizontal_max(magnitudes);
   if (__builtin_expect(_mm256_movemask_ps(finite) != 0xff || !(magnitude >= kTinyAct), 0)) {
-    return repair_block(x, out);
+    return repair_block(x, kTinyAct, __FLT_MAX__, out);
   }
   const __m256 factor = _mm256_set1_ps(kAct16Largest / magnitude);
   const __m256i half = _mm256_set1_epi32(1 << (kPlaneShift - 1));
@@ -113,6 +111,66 @@ TELLIN_INLINE void store_record(__m256i q, __m256 ends, Act8* out) {
   _mm256_storeu_ps(&out->scale, ends);
 }
 
+// How two blocks are quantised: lanes A, A, B, B twice.
+struct PairGrid {
+  __m256 magnitude, scale, inverse;
+  __m256i zero;
+};
+
+// `limits`: the greatest values in the low lane, minus the least in the high one.
+TELLIN_INLINE PairGrid pair_grid(__m256 limits) {
+  const __m256 high = lanes_of<0x00>(limits, limits), minus_low = lanes_of<0x11>(limits, limits);
+  const __m256 middle = _mm256_mul_ps(_mm256_sub_ps(high, minus_low), _mm256_set1_ps(kAct8StepsPerMiddle));
+  const __m256 place = _mm256_div_ps(middle, _mm256_add_ps(high, minus_low));
+  const __m256 most = _mm256_set1_ps(kMostZeroSteps), fewest = _mm256_set1_ps(-kMostZeroSteps);
+  const __m256i steps = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(place, fewest), most));
+  // By steps modulo 8.
+  const __m256 up =
+      _mm256_setr_ps(kAct8Up[3], kAct8Up[4], kAct8Up[5], kAct8Up[6], 0, kAct8Up[0], kAct8Up[1], kAct8Up[2]);
+  const __m256 down = _mm256_setr_ps(kAct8Down[3], kAct8Down[4], kAct8Down[5], kAct8Down[6], 0, kAct8Down[0],
+                                     kAct8Down[1], kAct8Down[2]);
+  const __m256 need = _mm256_max_ps(_mm256_mul_ps(high, _mm256_permutevar8x32_ps(up, steps)),
+                                    _mm256_mul_ps(minus_low, _mm256_permutevar8x32_ps(down, steps)));
+  const __m256i rest = _mm256_set1_epi32(kAct8ScaleRest);
+  const __m256i scale = _mm256_andnot_si256(rest, _mm256_add_epi32(_mm256_castps_si256(need), rest));
+  // 1 / (m * 2^e) is 1 / m, rounded, less e in the exponent; permute_ps looks at the two bits of m alone.
+  const __m256i inverse_m = _mm256_castps_si256(_mm256_permutevar_ps(
+      _mm256_setr_ps(1 / kAct8Scale[0], 1 / kAct8Scale[1], 1 / kAct8Scale[2], 1 / kAct8Scale[3],
+                     1 / kAct8Scale[0], 1 / kAct8Scale[1], 1 / kAct8Scale[2], 1 / kAct8Scale[3]),
+      _mm256_srli_epi32(scale, 21)));
+  const __m256i exponent = _mm256_and_si256(scale, _mm256_set1_epi32(0x7f800000));
+  const __m256i inverse =
+      _mm256_add_epi32(inverse_m, _mm256_sub_epi32(_mm256_set1_epi32(127 << 23), exponent));
+  return {_mm256_max_ps(high, minus_low), _mm256_castsi256_ps(scale), _mm256_castsi256_ps(inverse),
+          _mm256_slli_epi32(steps, 5)};
+}
+
+// What follows q in the records of blocks A (low lane) and B (high lane).
+TELLIN_INLINE void record_ends(__m256i qa, __m256i qb, const PairGrid& grid, __m256& floats, __m256& words) {
+  const __m256 octets_a = _mm256_castsi256_ps(octet_sums(qa)), octets_b = _mm256_castsi256_ps(octet_sums(qb));
+  // Of q + 128: sums of the halves, then 0, sum, sums of the halves.
+  const __m256i halves = _mm256_add_epi64(_mm256_castps_si256(lanes_of<0x20>(octets_a, octets_b)),
+                                          _mm256_castps_si256(lanes_of<0x31>(octets_a, octets_b)));
+  const __m256i sums = _mm256_add_epi32(_mm256_shuffle_epi32(halves, _MM_SHUFFLE(2, 0, 0, 1)),
+                                        _mm256_shuffle_epi32(halves, _MM_SHUFFLE(1, 1, 2, 1)));
+  constexpr int kShift = 128 * kBlockK;
+  const __m256i shifts =
+      _mm256_setr_epi32(-1, kShift, kShift / 2, kShift / 2, -1, kShift, kShift / 2, kShift / 2);
+  const __m256i negative = _mm256_sub_epi32(shifts, sums);  // -1, -sum, -sums of the halves
+  const __m256i zeros = _mm256_permute4x64_epi64(grid.zero, 0x50);
+  const __m256i log2_counts = _mm256_setr_epi32(32, 5, 4, 4, 32, 5, 4, 4);
+  const __m256i whole = _mm256_sub_epi32(_mm256_sllv_epi32(zeros, log2_counts), negative);
+  const __m256i scales = _mm256_permute4x64_epi64(_mm256_castps_si256(grid.scale), 0x50);
+  floats = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_castsi256_ps(scales));
+  // Both offsets: 64 * (the two bits of m), 64 * (zero / 32 + 3) in the high half.
+  const __m256i m_offsets = _mm256_and_si256(_mm256_srli_epi32(scales, 15), _mm256_set1_epi32(0xc0));
+  const __m256i first = _mm256_set1_epi32(kMostZeroSteps * kEntryBytes << 16);
+  const __m256i offsets = _mm256_add_epi32(m_offsets, _mm256_add_epi32(_mm256_slli_epi32(zeros, 17), first));
+  const __m256i pairs =
+      _mm256_bsrli_epi128(_mm256_blend_epi16(_mm256_slli_epi32(negative, 16), zeros, 0x55), 4);
+  words = _mm256_castsi256_ps(_mm256_blend_epi32(pairs, offsets, 0x88));
+}
+
 // Writes blocks A at x and B at x + 32 * (kCount - 1) to records out[0] and out[kCount - 1].
 template <int kCount>
 TELLIN_INLINE void quantize_pair(const float* x, Act8* out) {
@@ -126,49 +184,27 @@ TELLIN_INLINE void quantize_pair(const float* x, Act8* out) {
   __m256 limits =
       _mm256_max_ps(_mm256_shuffle_ps(limits_a, limits_b, 0x44), _mm256_shuffle_ps(limits_a, limits_b, 0xee));
   limits = _mm256_max_ps(limits, _mm256_permute_ps(limits, 0xb1));  // lanes: A, A, B, B
-  const __m256 others = lanes_of<0x01>(limits, limits);
-  const __m256 magnitude = _mm256_max_ps(limits, others);
-  const __m256 range = _mm256_max_ps(_mm256_add_ps(limits, others),
-                                     _mm256_mul_ps(magnitude, _mm256_set1_ps(kAct8Steps / kAct8LargestZero)));
-  const __m256 steps = _mm256_set1_ps(kAct8Steps);
-  const __m256 inverse = _mm256_div_ps(steps, range), scale = _mm256_div_ps(range, steps);
-  const __m256i zero = _mm256_sub_epi32(
-      _mm256_set1_epi32(128), _mm256_cvtps_epi32(_mm256_mul_ps(lanes_of<0x11>(limits, limits), inverse)));
+  const PairGrid grid = pair_grid(limits);
 
   __m256i words_a[2], words_b[2];
-  whole_words(a, _mm256_permute_ps(inverse, 0x00), words_a);
-  whole_words(b, _mm256_permute_ps(inverse, 0xaa), words_b);
-  const __m256i qa = bytes_less(words_a, _mm256_shuffle_epi8(zero, _mm256_set1_epi16(0x0100)));
-  const __m256i qb = bytes_less(words_b, _mm256_shuffle_epi8(zero, _mm256_set1_epi16(0x0908)));
+  whole_words(a, _mm256_permute_ps(grid.inverse, 0x00), words_a);
+  whole_words(b, _mm256_permute_ps(grid.inverse, 0xaa), words_b);
+  const __m256i qa = bytes_less(words_a, _mm256_shuffle_epi8(grid.zero, _mm256_set1_epi16(0x0100)));
+  const __m256i qb = bytes_less(words_b, _mm256_shuffle_epi8(grid.zero, _mm256_set1_epi16(0x0908)));
+  __m256 floats, words;
+  record_ends(qa, qb, grid, floats, words);
+  store_record(qa, lanes_of<0x20>(floats, words), out);
+  if constexpr (kCount == 2) store_record(qb, lanes_of<0x31>(floats, words), out + 1);
 
-  // What follows q in both records: A in the low lane, B in the high one.
-  const __m256 octets_a = _mm256_castsi256_ps(octet_sums(qa)), octets_b = _mm256_castsi256_ps(octet_sums(qb));
-  // Of q + 128: sums of the halves, then 0, sum, sums of the halves.
-  const __m256i halves = _mm256_add_epi64(_mm256_castps_si256(lanes_of<0x20>(octets_a, octets_b)),
-                                          _mm256_castps_si256(lanes_of<0x31>(octets_a, octets_b)));
-  const __m256i sums = _mm256_add_epi32(_mm256_shuffle_epi32(halves, _MM_SHUFFLE(2, 0, 0, 1)),
-                                        _mm256_shuffle_epi32(halves, _MM_SHUFFLE(1, 1, 2, 1)));
-  constexpr int kShift = 128 * kBlockK;
-  const __m256i shifts =
-      _mm256_setr_epi32(-1, kShift, kShift / 2, kShift / 2, -1, kShift, kShift / 2, kShift / 2);
-  const __m256i negative = _mm256_sub_epi32(shifts, sums);  // -1, -sum, -sums of the halves
-  const __m256i zeros = _mm256_permute4x64_epi64(zero, 0x50);
-  const __m256i log2_counts = _mm256_setr_epi32(32, 5, 4, 4, 32, 5, 4, 4);
-  const __m256i whole = _mm256_sub_epi32(_mm256_sllv_epi32(zeros, log2_counts), negative);
-  const __m256 scales = _mm256_castsi256_ps(_mm256_permute4x64_epi64(_mm256_castps_si256(scale), 0x50));
-  const __m256 floats = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), scales);
-  const __m256i pairs =
-      _mm256_bsrli_epi128(_mm256_blend_epi16(_mm256_slli_epi32(negative, 16), zeros, 0x55), 4);
-  store_record(qa, lanes_of<0x20>(floats, _mm256_castsi256_ps(pairs)), out);
-  if constexpr (kCount == 2) store_record(qb, lanes_of<0x31>(floats, _mm256_castsi256_ps(pairs)), out + 1);
-
-  // Whole values are within +-32001, but for those of NaN and infinities, which are -2^31.
+  // Whole values are within +-224, but for those of NaN, which are -2^31.
   const __m256i least =
       _mm256_min_epi16(_mm256_min_epi16(words_a[0], words_a[1]), _mm256_min_epi16(words_b[0], words_b[1]));
   const __m256i special = _mm256_cmpeq_epi16(least, _mm256_set1_epi16(-32768));
-  const __m256 tiny = _mm256_cmp_ps(magnitude, _mm256_set1_ps(kTinyAct), _CMP_NGE_UQ);
-  if (__builtin_expect(_mm256_movemask_epi8(_mm256_or_si256(special, _mm256_castps_si256(tiny))) != 0, 0)) {
-    for (int i = 0; i < kCount; ++i) repair_block(x + i * kBlockK, out + i);
+  const __m256 tiny = _mm256_cmp_ps(grid.magnitude, _mm256_set1_ps(kTinyAct8), _CMP_NGE_UQ);
+  const __m256 large = _mm256_cmp_ps(grid.magnitude, _mm256_set1_ps(kAct8LargestMagnitude), _CMP_NLE_UQ);
+  const __m256i any = _mm256_or_si256(special, _mm256_castps_si256(_mm256_or_ps(tiny, large)));
+  if (__builtin_expect(_mm256_movemask_epi8(any) != 0, 0)) {
+    for (int i = 0; i < kCount; ++i) repair_block(x + i * kBlockK, kTinyAct8, kAct8LargestMagnitude, out + i);
   }
 }
 
@@ -188,7 +224,7 @@ void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRow
   auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
   const int64_t num_blocks = (k + 255) / 256 * 8, full = k / kBlockK;
   quantize_blocks(x, full, blocks);
-  __builtin_memset(blocks + full, 0, static_cast<size_t>(num_blocks - full) * sizeof(Act));
+  for (int64_t b = full; b < num_blocks; ++b) store_zero_record(blocks + b);
   if (k % kBlockK == 0) return;
   float last[kBlockK] = {};
   __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
