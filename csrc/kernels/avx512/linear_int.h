@@ -5,10 +5,10 @@
 // chunks. So a chunk of codes is read from memory once and stays in L1 for all tokens. The first tile also
 // fetches the codes of a later chunk, so memory streams while tiles compute.
 //
-// A value is, for each block of 32 features in order: t = float(int32 sum) * scale (per 16: a second product
-// fused on); acc = fma(t, activation scale, acc); acc = fma(minimum, activation sum, acc) (per 16: two).
-// Nothing in it depends on the tile, so rows are equal bit for bit whatever else is computed. Integer
-// sums are exact (int_sums.h).
+// A value is, for each block of 32 features in order: of 8-bit activations see Act8; of 15 bits t =
+// float(int32 sum) * scale (per 16: a second product fused on); acc = fma(t, activation scale, acc); then acc
+// = fma(minimum, activation sum, acc) (per 16: two). Nothing in it depends on the tile, so rows are equal bit
+// for bit whatever else is computed. Integer sums are exact (int_sums.h).
 #pragma once
 #include "int_sums.h"
 
@@ -80,57 +80,89 @@ TELLIN_INLINE void prefetch_codes(const Tile& tile, const uint8_t*& fetch) {
   }
 }
 
+// acc[group][token] += integer sums x scales of 8-bit activations and weights, whose product is exact.
+template <int kGroups, int kTokens>
+TELLIN_INLINE void add_scaled(const ActRows<Act8, kTokens>& x, const __m512i (&sum)[kGroups][kTokens],
+                              const float (&scale)[2][kRows], __m512 (&acc)[kGroups][kTokens]) {
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      const __m512 product = _mm512_mul_ps(broadcast_float(&x.block(t)->scale), _mm512_load_ps(scale[g]));
+      acc[g][t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[g][t]), product, acc[g][t]);
+    }
+  }
+}
+
+// acc[group][token] += minima x sums of activations.
+template <QuantType T, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_minima(const ActRows<Act, kTokens>& x, const float (*minimum)[2][kRows],
+                              __m512 (&acc)[kGroups][kTokens]) {
+  constexpr PackedFormat kFormat = format_of(T);
+  if constexpr (!kFormat.has_min) return;
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+    const Act* block = x.block(t);
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+#pragma GCC unroll 2
+      for (int h = 0; h < (kFormat.per16() ? 2 : 1); ++h) {
+        const float* sum = kFormat.per16() ? &block->half_sum[h] : &block->sum;
+        acc[g][t] = _mm512_fmadd_ps(_mm512_load_ps(minimum[h][g]), broadcast_float(sum), acc[g][t]);
+      }
+    }
+  }
+}
+
 // One 32-feature block: acc[group][token] += scaled integer sums (and minima). `fetch`: see multiply_quad.
-template <QuantType T, class Act, bool kIsFirst, int kGroups, int kTokens>
-TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+template <QuantType T, bool kIsFirst, int kGroups, int kTokens>
+TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<Act8, kTokens>& x,
+                             const float (*scale)[2][kRows], const float (*minimum)[2][kRows],
+                             int32_t (*code_pair)[2][kRows], __m512 (&acc)[kGroups][kTokens],
+                             const uint8_t* fetch) {
+  __m512i sum[kGroups][kTokens];
+  if constexpr (!format_of(T).per16()) {
+    block_sums<T, kIsFirst, -1>(codes, group_bytes, x, code_pair[0], sum, fetch);
+    add_scaled(x, sum, scale[0], acc);
+  } else {
+    block_sums<T, kIsFirst, 0>(codes, group_bytes, x, code_pair[0], sum, fetch);
+    add_scaled(x, sum, scale[0], acc);
+    block_sums<T, kIsFirst, 1>(codes, group_bytes, x, code_pair[1], sum, fetch);
+    add_scaled(x, sum, scale[1], acc);
+  }
+  add_minima<T>(x, minimum, acc);
+}
+
+// The same with 15-bit activations, whose scale is multiplied last.
+template <QuantType T, bool kIsFirst, int kGroups, int kTokens>
+TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<Act16, kTokens>& x,
                              const float (*scale)[2][kRows], const float (*minimum)[2][kRows],
                              int32_t (*code_pair)[2][kRows], __m512 (&acc)[kGroups][kTokens],
                              const uint8_t* fetch) {
   constexpr PackedFormat kFormat = format_of(T);
   __m512i sum[kGroups][kTokens];
-  if constexpr (!kFormat.per16()) {
-    block_sums<T, kIsFirst, -1>(codes, group_bytes, x, code_pair[0], sum, fetch);
+  __m512 product[kGroups][kTokens];
+  block_sums<T, kIsFirst, kFormat.per16() ? 0 : -1>(codes, group_bytes, x, code_pair[0], sum, fetch);
 #pragma GCC unroll 8
-    for (int t = 0; t < kTokens; ++t) {
-      const auto* block = x.block(t);
+  for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 4
-      for (int g = 0; g < kGroups; ++g) {
-        const __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
-        acc[g][t] = _mm512_fmadd_ps(product, broadcast_float(&block->scale), acc[g][t]);
-        if constexpr (kFormat.has_min) {
-          acc[g][t] = _mm512_fmadd_ps(_mm512_load_ps(minimum[0][g]), broadcast_float(&block->sum), acc[g][t]);
-        }
-      }
-    }
-  } else {
-    block_sums<T, kIsFirst, 0>(codes, group_bytes, x, code_pair[0], sum, fetch);
-    __m512 product[kGroups][kTokens];
-#pragma GCC unroll 8
-    for (int t = 0; t < kTokens; ++t) {
-#pragma GCC unroll 4
-      for (int g = 0; g < kGroups; ++g) {
-        product[g][t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
-      }
-    }
-    block_sums<T, kIsFirst, 1>(codes, group_bytes, x, code_pair[1], sum, fetch);
-#pragma GCC unroll 8
-    for (int t = 0; t < kTokens; ++t) {
-      const auto* block = x.block(t);
-#pragma GCC unroll 4
-      for (int g = 0; g < kGroups; ++g) {
-        const __m512 p =
-            _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[1][g]), product[g][t]);
-        acc[g][t] = _mm512_fmadd_ps(p, broadcast_float(&block->scale), acc[g][t]);
-        if constexpr (kFormat.has_min) {
-#pragma GCC unroll 2
-          for (int h = 0; h < 2; ++h) {
-            acc[g][t] = _mm512_fmadd_ps(_mm512_load_ps(minimum[h][g]), broadcast_float(&block->half_sum[h]),
-                                        acc[g][t]);
-          }
-        }
-      }
+    for (int g = 0; g < kGroups; ++g) {
+      product[g][t] = _mm512_mul_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[0][g]));
     }
   }
+  if constexpr (kFormat.per16()) block_sums<T, kIsFirst, 1>(codes, group_bytes, x, code_pair[1], sum, fetch);
+#pragma GCC unroll 8
+  for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) {
+      if constexpr (kFormat.per16()) {
+        product[g][t] =
+            _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[g][t]), _mm512_load_ps(scale[1][g]), product[g][t]);
+      }
+      acc[g][t] = _mm512_fmadd_ps(product[g][t], broadcast_float(&x.block(t)->scale), acc[g][t]);
+    }
+  }
+  add_minima<T>(x, minimum, acc);
 }
 
 template <QuantType T, class Act, bool kIsFirst, int kGroups, int kTokens>
@@ -158,7 +190,7 @@ __attribute__((noinline)) void run_tile(const Tile& tile) {
     for (int b = 0; b < kFormat.blocks(); ++b) {
       const uint8_t* by_quad = kIsFirst && tile.fetch_lines == 0 ? fetch : nullptr;
       prefetch_codes<T, kIsFirst, kGroups>(tile, fetch);
-      add_block<T, Act, kIsFirst>(codes, group_bytes, rows, scale, minimum, code_pair, acc, by_quad);
+      add_block<T, kIsFirst>(codes, group_bytes, rows, scale, minimum, code_pair, acc, by_quad);
       codes += kFormat.block_bytes();
       rows.advance();
       scale += kSums;
