@@ -1,5 +1,6 @@
 // AVX2: quantisation of float32 activations to records of one or two planes.
 #pragma once
+#include "act_rows.h"
 #include "codes.h"
 #include "tellin/linear.h"
 
@@ -104,11 +105,12 @@ TELLIN_INLINE __m256i octet_sums(__m256i q) {
   return _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
 }
 
-// `ends`: what follows q in a record.
-TELLIN_INLINE void store_record(__m256i q, __m256 ends, Act8* out) {
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q[0]), _mm256_permutevar8x32_epi32(q, order));
+// `ends`: what follows q in a record. `shifted`: see act_rows.h.
+TELLIN_INLINE void store_record(__m256i q, __m256 ends, Act8* out, uint8_t* shifted) {
+  q = _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q[0]), q);
   _mm256_storeu_ps(&out->scale, ends);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(shifted), _mm256_xor_si256(q, _mm256_set1_epi8(-128)));
 }
 
 // How two blocks are quantised: lanes A, A, B, B twice.
@@ -173,7 +175,7 @@ TELLIN_INLINE void record_ends(__m256i qa, __m256i qb, const PairGrid& grid, __m
 
 // Writes blocks A at x and B at x + 32 * (kCount - 1) to records out[0] and out[kCount - 1].
 template <int kCount>
-TELLIN_INLINE void quantize_pair(const float* x, Act8* out) {
+TELLIN_INLINE void quantize_pair(const float* x, Act8* out, uint8_t* shifted) {
   __m256 a[4], b[4];
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
@@ -193,8 +195,8 @@ TELLIN_INLINE void quantize_pair(const float* x, Act8* out) {
   const __m256i qb = bytes_less(words_b, _mm256_shuffle_epi8(grid.zero, _mm256_set1_epi16(0x0908)));
   __m256 floats, words;
   record_ends(qa, qb, grid, floats, words);
-  store_record(qa, lanes_of<0x20>(floats, words), out);
-  if constexpr (kCount == 2) store_record(qb, lanes_of<0x31>(floats, words), out + 1);
+  store_record(qa, lanes_of<0x20>(floats, words), out, shifted);
+  if constexpr (kCount == 2) store_record(qb, lanes_of<0x31>(floats, words), out + 1, shifted + kBlockK);
 
   // Whole values are within +-224, but for those of NaN, which are -2^31.
   const __m256i least =
@@ -204,31 +206,41 @@ TELLIN_INLINE void quantize_pair(const float* x, Act8* out) {
   const __m256 large = _mm256_cmp_ps(grid.magnitude, _mm256_set1_ps(kAct8LargestMagnitude), _CMP_NLE_UQ);
   const __m256i any = _mm256_or_si256(special, _mm256_castps_si256(_mm256_or_ps(tiny, large)));
   if (__builtin_expect(_mm256_movemask_epi8(any) != 0, 0)) {
-    for (int i = 0; i < kCount; ++i) repair_block(x + i * kBlockK, kTinyAct8, kAct8LargestMagnitude, out + i);
+    for (int i = 0; i < kCount; ++i) {
+      repair_block(x + i * kBlockK, kTinyAct8, kAct8LargestMagnitude, out + i);
+      for (int f = 0; f < kBlockK; ++f) shifted[i * kBlockK + f] = static_cast<uint8_t>(out[i].q[0][f] + 128);
+    }
   }
 }
 
 // ---- rows ----
 
-TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act8* out) {
-  for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2) quantize_pair<2>(x, out);
-  if (count == 1) quantize_pair<1>(x, out);
-}
-
-TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act16* out) {
-  for (int64_t b = 0; b < count; ++b) quantize_block(x + b * kBlockK, out + b);
+// `count` blocks of row `row` from block `first` on.
+template <class Act>
+TELLIN_INLINE void quantize_blocks(const float* x, int64_t first, int64_t count, int64_t row,
+                                   const QuantizedRows& rows) {
+  uint8_t* const target = rows.data + row * rows.row_bytes;
+  Act* out = reinterpret_cast<Act*>(target) + first;
+  if constexpr (Act::kPlanes == 1) {
+    uint8_t* shifted = target + shifted_offset(rows.row_bytes) + first * kBlockK;
+    for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2, shifted += 2 * kBlockK)
+      quantize_pair<2>(x, out, shifted);
+    if (count == 1) quantize_pair<1>(x, out, shifted);
+  } else {
+    for (int64_t b = 0; b < count; ++b) quantize_block(x + b * kBlockK, out + b);
+  }
 }
 
 template <class Act>
 void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
-  auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
-  const int64_t num_blocks = (k + 255) / 256 * 8, full = k / kBlockK;
-  quantize_blocks(x, full, blocks);
-  for (int64_t b = full; b < num_blocks; ++b) store_zero_record(blocks + b);
-  if (k % kBlockK == 0) return;
+  const int64_t full = k / kBlockK, num_blocks = (k + 255) / 256 * 8;
+  quantize_blocks<Act>(x, 0, full, row, out);
+  if (full == num_blocks) return;
   float last[kBlockK] = {};
   __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
-  quantize_blocks(last, 1, blocks + full);
+  quantize_blocks<Act>(last, full, 1, row, out);
+  auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
+  for (int64_t b = full + 1; b < num_blocks; ++b) store_zero_record(blocks + b);
 }
 
 void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
@@ -241,12 +253,11 @@ void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row
 
 void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
                    const QuantizedRows& out) {
-  uint8_t* target = out.data + row * out.row_bytes;
   const int64_t first = begin / kBlockK, count = (end - begin) / kBlockK;
   if (precision == ActPrecision::kInt8) {
-    quantize_blocks(x + begin, count, reinterpret_cast<Act8*>(target) + first);
+    quantize_blocks<Act8>(x + begin, first, count, row, out);
   } else {
-    quantize_blocks(x + begin, count, reinterpret_cast<Act16*>(target) + first);
+    quantize_blocks<Act16>(x + begin, first, count, row, out);
   }
 }
 
