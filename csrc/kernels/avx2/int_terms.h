@@ -63,11 +63,6 @@ TELLIN_INLINE void add_int16(__m256i& sum, __m256i v) {
 TELLIN_INLINE void add_int32(__m256i& sum, __m256i v) {
   asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(v));
 }
-TELLIN_INLINE __m256i broadcast_word(const void* p) {
-  __m256i v;
-  asm("vpbroadcastd %1, %0" : "=x"(v) : "m"(*static_cast<const int32_t*>(p)));
-  return v;
-}
 
 // Adds the products of four codes and four activations per row to a sum, or makes them the sum: in int16, or
 // with vpdpbusd in int32.

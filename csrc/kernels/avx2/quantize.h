@@ -80,6 +80,11 @@ TELLIN_INLINE __m256 lanes_of(__m256 a, __m256 b) {
   return _mm256_permute2f128_ps(a, b, kLanes);
 }
 
+TELLIN_INLINE void load_block(const float* x, __m256 (&v)[4]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(x + 8 * i);
+}
+
 // The greatest value (low lane) and minus the least (high lane) of a block, in four parts.
 TELLIN_INLINE __m256 limits_of(const __m256 (&v)[4]) {
   const __m256 high = _mm256_max_ps(_mm256_max_ps(v[0], v[1]), _mm256_max_ps(v[2], v[3]));
@@ -100,9 +105,16 @@ TELLIN_INLINE __m256i bytes_less(const __m256i (&words)[2], __m256i zero) {
   return _mm256_packs_epi16(_mm256_sub_epi16(words[0], zero), _mm256_sub_epi16(words[1], zero));
 }
 
+// Every 32-bit lane the same, from memory.
+template <uint32_t kValue>
+TELLIN_INLINE __m256i lanes32() {
+  static constexpr uint32_t kInMemory = kValue;
+  return broadcast_word(&kInMemory);
+}
+
 // Sums of q + 128 over parts of both halves of a block, in each lane.
 TELLIN_INLINE __m256i octet_sums(__m256i q) {
-  return _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  return _mm256_sad_epu8(_mm256_xor_si256(q, lanes32<0x80808080>()), _mm256_setzero_si256());
 }
 
 // `ends`: what follows q in a record. `shifted`: see act_rows.h.
@@ -110,7 +122,7 @@ TELLIN_INLINE void store_record(__m256i q, __m256 ends, Act8* out, uint8_t* shif
   q = _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q[0]), q);
   _mm256_storeu_ps(&out->scale, ends);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(shifted), _mm256_xor_si256(q, _mm256_set1_epi8(-128)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(shifted), _mm256_xor_si256(q, lanes32<0x80808080>()));
 }
 
 // How two blocks are quantised: lanes A, A, B, B twice.
@@ -133,16 +145,15 @@ TELLIN_INLINE PairGrid pair_grid(__m256 limits) {
                                      kAct8Down[1], kAct8Down[2]);
   const __m256 need = _mm256_max_ps(_mm256_mul_ps(high, _mm256_permutevar8x32_ps(up, steps)),
                                     _mm256_mul_ps(minus_low, _mm256_permutevar8x32_ps(down, steps)));
-  const __m256i rest = _mm256_set1_epi32(kAct8ScaleRest);
+  const __m256i rest = lanes32<kAct8ScaleRest>();
   const __m256i scale = _mm256_andnot_si256(rest, _mm256_add_epi32(_mm256_castps_si256(need), rest));
   // 1 / (m * 2^e) is 1 / m, rounded, less e in the exponent; permute_ps looks at the two bits of m alone.
   const __m256i inverse_m = _mm256_castps_si256(_mm256_permutevar_ps(
       _mm256_setr_ps(1 / kAct8Scale[0], 1 / kAct8Scale[1], 1 / kAct8Scale[2], 1 / kAct8Scale[3],
                      1 / kAct8Scale[0], 1 / kAct8Scale[1], 1 / kAct8Scale[2], 1 / kAct8Scale[3]),
       _mm256_srli_epi32(scale, 21)));
-  const __m256i exponent = _mm256_and_si256(scale, _mm256_set1_epi32(0x7f800000));
-  const __m256i inverse =
-      _mm256_add_epi32(inverse_m, _mm256_sub_epi32(_mm256_set1_epi32(127 << 23), exponent));
+  const __m256i exponent = _mm256_and_si256(scale, lanes32<0x7f800000>());
+  const __m256i inverse = _mm256_add_epi32(inverse_m, _mm256_sub_epi32(lanes32<127 << 23>(), exponent));
   return {_mm256_max_ps(high, minus_low), _mm256_castsi256_ps(scale), _mm256_castsi256_ps(inverse),
           _mm256_slli_epi32(steps, 5)};
 }
@@ -165,29 +176,35 @@ TELLIN_INLINE void record_ends(__m256i qa, __m256i qb, const PairGrid& grid, __m
   const __m256i scales = _mm256_permute4x64_epi64(_mm256_castps_si256(grid.scale), 0x50);
   floats = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_castsi256_ps(scales));
   // Both offsets: 64 * (the two bits of m), 64 * (zero / 32 + 3) in the high half.
-  const __m256i m_offsets = _mm256_and_si256(_mm256_srli_epi32(scales, 15), _mm256_set1_epi32(0xc0));
-  const __m256i first = _mm256_set1_epi32(kMostZeroSteps * kEntryBytes << 16);
+  const __m256i m_offsets = _mm256_and_si256(_mm256_srli_epi32(scales, 15), lanes32<0xc0>());
+  const __m256i first = lanes32<kMostZeroSteps * kEntryBytes << 16>();
   const __m256i offsets = _mm256_add_epi32(m_offsets, _mm256_add_epi32(_mm256_slli_epi32(zeros, 17), first));
   const __m256i pairs =
       _mm256_bsrli_epi128(_mm256_blend_epi16(_mm256_slli_epi32(negative, 16), zeros, 0x55), 4);
   words = _mm256_castsi256_ps(_mm256_blend_epi32(pairs, offsets, 0x88));
 }
 
-// Writes blocks A at x and B at x + 32 * (kCount - 1) to records out[0] and out[kCount - 1].
-template <int kCount>
-TELLIN_INLINE void quantize_pair(const float* x, Act8* out, uint8_t* shifted) {
-  __m256 a[4], b[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm256_loadu_ps(x + 8 * i);
-    b[i] = _mm256_loadu_ps(x + (kCount - 1) * kBlockK + 8 * i);
-  }
-  const __m256 limits_a = limits_of(a), limits_b = limits_of(b);
-  __m256 limits =
-      _mm256_max_ps(_mm256_shuffle_ps(limits_a, limits_b, 0x44), _mm256_shuffle_ps(limits_a, limits_b, 0xee));
-  limits = _mm256_max_ps(limits, _mm256_permute_ps(limits, 0xb1));  // lanes: A, A, B, B
-  const PairGrid grid = pair_grid(limits);
+constexpr uint32_t kTinyAct8Bits = (127 - 80) << 23, kLargestAct8Bits = (127 + 100) << 23;
+static_assert(kTinyAct8 == 0x1p-80f && kAct8LargestMagnitude == 0x1p100f);
 
+// The grid of blocks A at x and B at x + 32 * (kCount - 1).
+template <int kCount>
+TELLIN_INLINE PairGrid grid_of(const float* x) {
+  __m256 a[4], b[4];
+  load_block(x, a);
+  load_block(x + (kCount - 1) * kBlockK, b);
+  const __m256 limits_a = limits_of(a), limits_b = limits_of(b);
+  const __m256 limits =
+      _mm256_max_ps(_mm256_shuffle_ps(limits_a, limits_b, 0x44), _mm256_shuffle_ps(limits_a, limits_b, 0xee));
+  return pair_grid(_mm256_max_ps(limits, _mm256_permute_ps(limits, 0xb1)));  // lanes: A, A, B, B
+}
+
+// Writes them to records out[0] and out[kCount - 1].
+template <int kCount>
+TELLIN_INLINE void store_pair(const float* x, const PairGrid& grid, Act8* out, uint8_t* shifted) {
+  __m256 a[4], b[4];
+  load_block(x, a);
+  load_block(x + (kCount - 1) * kBlockK, b);
   __m256i words_a[2], words_b[2];
   whole_words(a, _mm256_permute_ps(grid.inverse, 0x00), words_a);
   whole_words(b, _mm256_permute_ps(grid.inverse, 0xaa), words_b);
@@ -201,10 +218,12 @@ TELLIN_INLINE void quantize_pair(const float* x, Act8* out, uint8_t* shifted) {
   // Whole values are within +-224, but for those of NaN, which are -2^31.
   const __m256i least =
       _mm256_min_epi16(_mm256_min_epi16(words_a[0], words_a[1]), _mm256_min_epi16(words_b[0], words_b[1]));
-  const __m256i special = _mm256_cmpeq_epi16(least, _mm256_set1_epi16(-32768));
-  const __m256 tiny = _mm256_cmp_ps(grid.magnitude, _mm256_set1_ps(kTinyAct8), _CMP_NGE_UQ);
-  const __m256 large = _mm256_cmp_ps(grid.magnitude, _mm256_set1_ps(kAct8LargestMagnitude), _CMP_NLE_UQ);
-  const __m256i any = _mm256_or_si256(special, _mm256_castps_si256(_mm256_or_ps(tiny, large)));
+  const __m256i special = _mm256_cmpeq_epi16(least, lanes32<0x80008000>());
+  // Magnitudes from kTinyAct8 to kAct8LargestMagnitude become the least integers.
+  const __m256i size =
+      _mm256_add_epi32(_mm256_castps_si256(grid.magnitude), lanes32<0x80000000 - kTinyAct8Bits>());
+  const __m256i misfit = _mm256_cmpgt_epi32(size, lanes32<0x80000000 + kLargestAct8Bits - kTinyAct8Bits>());
+  const __m256i any = _mm256_or_si256(special, misfit);
   if (__builtin_expect(_mm256_movemask_epi8(any) != 0, 0)) {
     for (int i = 0; i < kCount; ++i) {
       repair_block(x + i * kBlockK, kTinyAct8, kAct8LargestMagnitude, out + i);
@@ -215,24 +234,36 @@ TELLIN_INLINE void quantize_pair(const float* x, Act8* out, uint8_t* shifted) {
 
 // ---- rows ----
 
+// A pair is a long chain of operations: the grid of the next one is found beside what a pair stores.
+TELLIN_INLINE void quantize_records(const float* x, int64_t count, Act8* out, uint8_t* shifted) {
+  if (count >= 2) {
+    PairGrid grid = grid_of<2>(x);
+    for (; count >= 4; count -= 2, x += 2 * kBlockK, out += 2, shifted += 2 * kBlockK) {
+      const PairGrid next = grid_of<2>(x + 2 * kBlockK);
+      store_pair<2>(x, grid, out, shifted);
+      grid = next;
+    }
+    store_pair<2>(x, grid, out, shifted);
+    count -= 2, x += 2 * kBlockK, out += 2, shifted += 2 * kBlockK;
+  }
+  if (count == 1) store_pair<1>(x, grid_of<1>(x), out, shifted);
+}
+
 // `count` blocks of row `row` from block `first` on.
 template <class Act>
 TELLIN_INLINE void quantize_blocks(const float* x, int64_t first, int64_t count, int64_t row,
                                    const QuantizedRows& rows) {
   uint8_t* const target = rows.data + row * rows.row_bytes;
-  Act* out = reinterpret_cast<Act*>(target) + first;
+  Act* const out = reinterpret_cast<Act*>(target) + first;
   if constexpr (Act::kPlanes == 1) {
-    uint8_t* shifted = target + shifted_offset(rows.row_bytes) + first * kBlockK;
-    for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2, shifted += 2 * kBlockK)
-      quantize_pair<2>(x, out, shifted);
-    if (count == 1) quantize_pair<1>(x, out, shifted);
+    quantize_records(x, count, out, target + shifted_offset(rows.row_bytes) + first * kBlockK);
   } else {
     for (int64_t b = 0; b < count; ++b) quantize_block(x + b * kBlockK, out + b);
   }
 }
 
 template <class Act>
-void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
+void quantize_whole_row(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
   const int64_t full = k / kBlockK, num_blocks = (k + 255) / 256 * 8;
   quantize_blocks<Act>(x, 0, full, row, out);
   if (full == num_blocks) return;
@@ -245,9 +276,9 @@ void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRow
 
 void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
   if (precision == ActPrecision::kInt8) {
-    quantize_records<Act8>(x, k, row, out);
+    quantize_whole_row<Act8>(x, k, row, out);
   } else {
-    quantize_records<Act16>(x, k, row, out);
+    quantize_whole_row<Act16>(x, k, row, out);
   }
 }
 
