@@ -17,7 +17,7 @@ struct Variants {
     table.layout_id = layout_id;
     if (table.quantized_row_bytes == nullptr) table.quantized_row_bytes = quantized_row_bytes;
     table.dequantize_row = dequantize_row;
-    table.pad_row = pad_row;
+    if (table.pad_row == nullptr) table.pad_row = pad_row;
     tables[count++] = table;
   }
 

@@ -66,7 +66,7 @@ constexpr LinearKernels kTable = {"avx2",
                                   linear_f32_any,
                                   nullptr,
                                   quantize_part,
-                                  nullptr};
+                                  pad_row};
 
 }  // namespace
 

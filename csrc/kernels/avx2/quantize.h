@@ -262,16 +262,28 @@ TELLIN_INLINE void quantize_blocks(const float* x, int64_t first, int64_t count,
   }
 }
 
+// Blocks of zeros from block `first` to a row's end.
+template <class Act>
+void pad_blocks(int64_t k, int64_t first, int64_t row, const QuantizedRows& out) {
+  uint8_t* const target = out.data + row * out.row_bytes;
+  const int64_t num_blocks = (k + 255) / 256 * 8;
+  for (int64_t b = first; b < num_blocks; ++b) store_zero_record(reinterpret_cast<Act*>(target) + b);
+  if constexpr (Act::kPlanes == 1) {
+    __builtin_memset(target + shifted_offset(out.row_bytes) + first * kBlockK, 128,
+                     static_cast<size_t>((num_blocks - first) * kBlockK));
+  }
+}
+
 template <class Act>
 void quantize_whole_row(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
-  const int64_t full = k / kBlockK, num_blocks = (k + 255) / 256 * 8;
+  int64_t full = k / kBlockK;
   quantize_blocks<Act>(x, 0, full, row, out);
-  if (full == num_blocks) return;
-  float last[kBlockK] = {};
-  __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
-  quantize_blocks<Act>(last, full, 1, row, out);
-  auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
-  for (int64_t b = full + 1; b < num_blocks; ++b) store_zero_record(blocks + b);
+  if (k % kBlockK != 0) {
+    float last[kBlockK] = {};
+    __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
+    quantize_blocks<Act>(last, full++, 1, row, out);
+  }
+  pad_blocks<Act>(k, full, row, out);
 }
 
 void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
@@ -289,6 +301,14 @@ void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_
     quantize_blocks<Act8>(x + begin, first, count, row, out);
   } else {
     quantize_blocks<Act16>(x + begin, first, count, row, out);
+  }
+}
+
+void pad_row(ActPrecision precision, int64_t k, int64_t row, const QuantizedRows& out) {
+  if (precision == ActPrecision::kInt8) {
+    pad_blocks<Act8>(k, k / kBlockK, row, out);
+  } else {
+    pad_blocks<Act16>(k, k / kBlockK, row, out);
   }
 }
 
