@@ -166,10 +166,7 @@ struct Act16 {
 };
 static_assert(sizeof(Act8) == 64 && sizeof(Act16) == 88, "activation records");
 
-constexpr int kPlaneShift = 7;  // v = (q[0] << kPlaneShift) + q[1]
-// Of the quantisers of AVX2 and AVX-512 until they follow the grid.
-constexpr float kAct8Steps = 254.0f;
-constexpr float kAct8LargestZero = 32000.0f;
+constexpr int kPlaneShift = 7;     // v = (q[0] << kPlaneShift) + q[1]
 constexpr int kZeroUnit = 32;      // zeros are multiples of this
 constexpr int kMostZeroSteps = 3;  // to either side
 constexpr int kZeroEntries = 2 * kMostZeroSteps + 1;
