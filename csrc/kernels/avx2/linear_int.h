@@ -316,11 +316,22 @@ void run_group(const IntProblem& p, int64_t m0, int tokens, int64_t g, const uin
   }
 }
 
+// Most tokens of a pass over the groups: as many as stay in a second-level cache of 1 MiB beside the weights,
+// if that is enough to make unpacking cheap.
+template <QuantType T, class Act>
+int64_t pass_tokens(int64_t row_bytes) {
+  constexpr int64_t kPassBytes = 600 << 10, kLeast = 64;
+  const bool reads_records = Act::kPlanes == 1 && !TableBlock<T>::kTable.is_signed();
+  const int64_t tokens = kPassBytes / (reads_records ? shifted_offset(row_bytes) : row_bytes);
+  return tokens < kLeast ? kMaxTokens : std::min<int64_t>(tokens, kMaxTokens);
+}
+
 template <QuantType T, class Act>
 void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0, int64_t g1,
                 float* out, int64_t ldo) {
   const IntProblem problem = {w, x, out, ldo};
-  const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
+  const int64_t most = pass_tokens<T, Act>(x.row_bytes);
+  const int64_t num_passes = (m1 - m0 + most - 1) / most;
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
     const auto tokens = static_cast<int>(end - begin);
