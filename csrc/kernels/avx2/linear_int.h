@@ -267,7 +267,7 @@ constexpr int table_tokens([[maybe_unused]] const PackedFormat& format) {
   return format.per16() ? kNever : format.has_min ? 40 : 24;
 #else
   if (format.bits == 8) return kNever;  // words
-  return format.has_min ? 24 : format.bits == 4 ? 16 : 10;
+  return format.has_min ? 24 : format.bits == 4 ? 20 : 10;
 #endif
 }
 
