@@ -1,11 +1,12 @@
 // AVX2: packed codes x 8-bit activations of many tokens, whose zeros and scales are looked up.
 //
-// A chunk is unpacked as in linear_int.h, with a table beside each sum of codes: what every zero makes of it,
-// and what every mantissa of a scale makes of the weights' scale (see Act8). A tile then multiplies codes
-// and activations, widens, and adds to floats: 20 multiplications per 32 features of 16 rows of Q4_0 instead
-// of 24, and 40 operations instead of 42, which count as much on a core that executes four a cycle.
+// A chunk is unpacked as in linear_int.h, with a table beside each sum of codes: what every zero makes of it
+// (and with vpdpbusd what every mantissa of a scale makes of the weights' scale, see Act8). A tile then adds
+// what it had to multiply: 22 multiplications per 32 features of 16 rows of Q4_0 instead of 24, and 40
+// operations instead of 42, which count as much on a core that executes four a cycle. vpdpbusd begins its
+// sums with the zeros.
 //
-// Codes of formats with a zero point are made signed (c - z), and activations unsigned, once per tile:
+// Codes of formats with a zero point are made signed (c - z), and activations unsigned (see act_rows.h):
 //   sum (c - z) (q + zero) = sum (c - z) (q + 128) + (zero - 128) * sum (c - z),
 // which needs no sum of q. The roundings are those of linear_int.h.
 #pragma once
@@ -17,8 +18,8 @@
 namespace tellin {
 namespace {
 
-// A table of scales takes 12 cycles of a block to build and saves a multiplication: worth it where nothing
-// but multiplications counts.
+// A table of scales is 8 more stores per sum, at one a cycle, and saves a multiplication: worth it where
+// nothing but multiplications counts.
 #if defined(__AVXVNNI__)
 constexpr bool kHasScaleTable = true;
 #else
