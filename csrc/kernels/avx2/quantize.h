@@ -85,12 +85,23 @@ TELLIN_INLINE void load_block(const float* x, __m256 (&v)[4]) {
   for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(x + 8 * i);
 }
 
-// The greatest value (low lane) and minus the least (high lane) of a block, in four parts.
-TELLIN_INLINE __m256 limits_of(const __m256 (&v)[4]) {
-  const __m256 high = _mm256_max_ps(_mm256_max_ps(v[0], v[1]), _mm256_max_ps(v[2], v[3]));
-  const __m256 least = _mm256_min_ps(_mm256_min_ps(v[0], v[1]), _mm256_min_ps(v[2], v[3]));
-  const __m256 low = _mm256_xor_ps(least, _mm256_set1_ps(-0.0f));
-  return _mm256_max_ps(lanes_of<0x20>(high, low), lanes_of<0x31>(high, low));
+// The greatest value of a block (kMost) or the least, in eight parts.
+template <bool kMost>
+TELLIN_INLINE __m256 extreme(__m256 a, __m256 b) {
+  return kMost ? _mm256_max_ps(a, b) : _mm256_min_ps(a, b);
+}
+template <bool kMost>
+TELLIN_INLINE __m256 extreme_of(const __m256 (&v)[4]) {
+  return extreme<kMost>(extreme<kMost>(v[0], v[1]), extreme<kMost>(v[2], v[3]));
+}
+
+// That of block A in the low lane, of block B in the high one.
+template <bool kMost>
+TELLIN_INLINE __m256 extremes_of(const __m256 (&va)[4], const __m256 (&vb)[4]) {
+  const __m256 a = extreme_of<kMost>(va), b = extreme_of<kMost>(vb);
+  __m256 v = extreme<kMost>(lanes_of<0x20>(a, b), lanes_of<0x31>(a, b));
+  v = extreme<kMost>(v, _mm256_permute_ps(v, 0x4e));
+  return extreme<kMost>(v, _mm256_permute_ps(v, 0xb1));
 }
 
 // Values of a block, in units of the inverse of `factor`: [0, 16) and [16, 32), each in the order of packs.
@@ -125,17 +136,16 @@ TELLIN_INLINE void store_record(__m256i q, __m256 ends, Act8* out, uint8_t* shif
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(shifted), _mm256_xor_si256(q, lanes32<0x80808080>()));
 }
 
-// How two blocks are quantised: lanes A, A, B, B twice.
+// How two blocks are quantised: block A in the low lane, B in the high one.
 struct PairGrid {
   __m256 magnitude, scale, inverse;
   __m256i zero;
 };
 
-// `limits`: the greatest values in the low lane, minus the least in the high one.
-TELLIN_INLINE PairGrid pair_grid(__m256 limits) {
-  const __m256 high = lanes_of<0x00>(limits, limits), minus_low = lanes_of<0x11>(limits, limits);
-  const __m256 middle = _mm256_mul_ps(_mm256_sub_ps(high, minus_low), _mm256_set1_ps(kAct8StepsPerMiddle));
-  const __m256 place = _mm256_div_ps(middle, _mm256_add_ps(high, minus_low));
+TELLIN_INLINE PairGrid pair_grid(__m256 high, __m256 low) {
+  const __m256 middle = _mm256_mul_ps(_mm256_add_ps(high, low), _mm256_set1_ps(kAct8StepsPerMiddle));
+  const __m256 place = _mm256_div_ps(middle, _mm256_sub_ps(high, low));
+  const __m256 minus_low = _mm256_xor_ps(low, _mm256_set1_ps(-0.0f));
   const __m256 most = _mm256_set1_ps(kMostZeroSteps), fewest = _mm256_set1_ps(-kMostZeroSteps);
   const __m256i steps = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(place, fewest), most));
   // By steps modulo 8.
@@ -170,10 +180,9 @@ TELLIN_INLINE void record_ends(__m256i qa, __m256i qb, const PairGrid& grid, __m
   const __m256i shifts =
       _mm256_setr_epi32(-1, kShift, kShift / 2, kShift / 2, -1, kShift, kShift / 2, kShift / 2);
   const __m256i negative = _mm256_sub_epi32(shifts, sums);  // -1, -sum, -sums of the halves
-  const __m256i zeros = _mm256_permute4x64_epi64(grid.zero, 0x50);
+  const __m256i zeros = grid.zero, scales = _mm256_castps_si256(grid.scale);
   const __m256i log2_counts = _mm256_setr_epi32(32, 5, 4, 4, 32, 5, 4, 4);
   const __m256i whole = _mm256_sub_epi32(_mm256_sllv_epi32(zeros, log2_counts), negative);
-  const __m256i scales = _mm256_permute4x64_epi64(_mm256_castps_si256(grid.scale), 0x50);
   floats = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_castsi256_ps(scales));
   // Both offsets: 64 * (the two bits of m), 64 * (zero / 32 + 3) in the high half.
   const __m256i m_offsets = _mm256_and_si256(_mm256_srli_epi32(scales, 15), lanes32<0xc0>());
@@ -193,10 +202,7 @@ TELLIN_INLINE PairGrid grid_of(const float* x) {
   __m256 a[4], b[4];
   load_block(x, a);
   load_block(x + (kCount - 1) * kBlockK, b);
-  const __m256 limits_a = limits_of(a), limits_b = limits_of(b);
-  const __m256 limits =
-      _mm256_max_ps(_mm256_shuffle_ps(limits_a, limits_b, 0x44), _mm256_shuffle_ps(limits_a, limits_b, 0xee));
-  return pair_grid(_mm256_max_ps(limits, _mm256_permute_ps(limits, 0xb1)));  // lanes: A, A, B, B
+  return pair_grid(extremes_of<true>(a, b), extremes_of<false>(a, b));
 }
 
 // Writes them to records out[0] and out[kCount - 1].
@@ -206,10 +212,11 @@ TELLIN_INLINE void store_pair(const float* x, const PairGrid& grid, Act8* out, u
   load_block(x, a);
   load_block(x + (kCount - 1) * kBlockK, b);
   __m256i words_a[2], words_b[2];
-  whole_words(a, _mm256_permute_ps(grid.inverse, 0x00), words_a);
-  whole_words(b, _mm256_permute_ps(grid.inverse, 0xaa), words_b);
-  const __m256i qa = bytes_less(words_a, _mm256_shuffle_epi8(grid.zero, _mm256_set1_epi16(0x0100)));
-  const __m256i qb = bytes_less(words_b, _mm256_shuffle_epi8(grid.zero, _mm256_set1_epi16(0x0908)));
+  whole_words(a, lanes_of<0x00>(grid.inverse, grid.inverse), words_a);
+  whole_words(b, lanes_of<0x11>(grid.inverse, grid.inverse), words_b);
+  const __m256i zero = _mm256_packs_epi32(grid.zero, grid.zero);
+  const __m256i qa = bytes_less(words_a, _mm256_permute2x128_si256(zero, zero, 0x00));
+  const __m256i qb = bytes_less(words_b, _mm256_permute2x128_si256(zero, zero, 0x11));
   __m256 floats, words;
   record_ends(qa, qb, grid, floats, words);
   store_record(qa, lanes_of<0x20>(floats, words), out, shifted);
