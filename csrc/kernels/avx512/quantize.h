@@ -88,8 +88,8 @@ TELLIN_INLINE Grid grid_of(__m512 limits) {
       _mm512_div_ps(_mm512_mul_ps(_mm512_sub_ps(limits, others), _mm512_set1_ps(kAct8StepsPerMiddle)),
                     _mm512_add_ps(limits, others));
   const __m512 most = _mm512_set1_ps(kMostZeroSteps);
-  const __m512i steps = _mm512_cvtps_epi32(
-      _mm512_max_ps(_mm512_min_ps(middle, most), _mm512_sub_ps(_mm512_setzero_ps(), most)));
+  // The lesser magnitude, with the sign of the first.
+  const __m512i steps = _mm512_cvtps_epi32(_mm512_range_ps(middle, most, 2));
   // By the low 4 bits of steps, and of steps + 8 for the least value, whose steps are negative.
   const float* const up = kAct8Up + kMostZeroSteps;
   const float* const down = kAct8Down + kMostZeroSteps;
@@ -151,15 +151,27 @@ TELLIN_INLINE __m512i record_ends(__m512i shifted, const Grid& grid) {
   return _mm512_mask_blend_epi32(0x8080, _mm512_mask_blend_epi32(0x0f0f, pairs, scaled), offsets);
 }
 
-// Values [0, 16) and [16, 32) of two blocks; stores `count` records, one or two.
-TELLIN_INLINE void quantize_pair(__m512 a0, __m512 b0, __m512 a1, __m512 b1, int count, Act8* out) {
-  const Grid grid = grid_of(limits_of(a0, b0, a1, b1));
+// Values [0, 16) and [16, 32) of two blocks.
+struct Pair {
+  __m512 a0, b0, a1, b1;
+};
+
+TELLIN_INLINE Pair load_pair(const float* x) {
+  return {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16), _mm512_loadu_ps(x + 32), _mm512_loadu_ps(x + 48)};
+}
+
+TELLIN_INLINE Grid grid_of(const Pair& x) {
+  return grid_of(limits_of(x.a0, x.b0, x.a1, x.b1));
+}
+
+// Stores `count` records, one or two.
+TELLIN_INLINE void quantize_pair(const Pair& x, const Grid& grid, int count, Act8* out) {
   const __m512 inverse = inverse_of(grid.scale);
   const __m512 factor0 = _mm512_shuffle_f32x4(inverse, inverse, 0x00);
   const __m512 factor1 = _mm512_shuffle_f32x4(inverse, inverse, 0xaa);
   const auto whole = [](__m512 v, __m512 factor) { return _mm512_cvtps_epi32(_mm512_mul_ps(v, factor)); };
-  const __m512i words0 = _mm512_packs_epi32(whole(a0, factor0), whole(b0, factor0));
-  const __m512i words1 = _mm512_packs_epi32(whole(a1, factor1), whole(b1, factor1));
+  const __m512i words0 = _mm512_packs_epi32(whole(x.a0, factor0), whole(x.b0, factor0));
+  const __m512i words1 = _mm512_packs_epi32(whole(x.a1, factor1), whole(x.b1, factor1));
   // Low bytes, modulo 256: the difference from the zero fits.
   const __m512i low_byte = _mm512_set1_epi16(255);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -178,21 +190,32 @@ TELLIN_INLINE void quantize_pair(__m512 a0, __m512 b0, __m512 a1, __m512 b1, int
       _mm512_cmp_ps_mask(grid.magnitude, _mm512_set1_ps(kTinyAct8), _CMP_NGE_UQ) |
       _mm512_cmp_ps_mask(grid.magnitude, _mm512_set1_ps(kAct8LargestMagnitude), _CMP_NLE_UQ);
   if (__builtin_expect((nan0 | nan1 | outside) != 0, 0)) {
-    if (nan0 != 0 || (outside & 1) != 0) store_special(a0, b0, out);
-    if (count == 2 && (nan1 != 0 || outside >> 8 != 0)) store_special(a1, b1, out + 1);
+    if (nan0 != 0 || (outside & 1) != 0) store_special(x.a0, x.b0, out);
+    if (count == 2 && (nan1 != 0 || outside >> 8 != 0)) store_special(x.a1, x.b1, out + 1);
   }
 }
 
 // ---- rows ----
 
 TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act8* out) {
-  for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2) {
-    quantize_pair(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16), _mm512_loadu_ps(x + 32),
-                  _mm512_loadu_ps(x + 48), 2, out);
+  if (count >= 2) {
+    // A pair's grid is a long chain: it is found beside what the pair before stores.
+    Pair next = load_pair(x);
+    Grid next_grid = grid_of(next);
+    for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2) {
+      const Pair pair = next;
+      const Grid grid = next_grid;
+      if (count >= 4) {
+        next = load_pair(x + 2 * kBlockK);
+        next_grid = grid_of(next);
+      }
+      quantize_pair(pair, grid, 2, out);
+    }
   }
   if (count == 1) {
     const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-    quantize_pair(a, b, a, b, 1, out);
+    const Pair pair = {a, b, a, b};
+    quantize_pair(pair, grid_of(pair), 1, out);
   }
 }
 
