@@ -333,7 +333,12 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
   const IntProblem problem = {w, x, out, ldo};
   const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
   SumTables tables[kTableSums];
-  if (m1 - m0 > kMaxTile * kTilesWithoutTables<T>) begin_tables(tables, kTableSums);
+  if (m1 - m0 > kMaxTile * kTilesWithoutTables<T>) {
+    constexpr PackedFormat kFormat = format_of(T);
+    const auto num_blocks = static_cast<int>(w.group_bytes / kFormat.super_bytes()) * kFormat.blocks();
+    const int longest = num_blocks <= kLargestChunk ? num_blocks : kLongChunk;
+    begin_tables(tables, longest * (kFormat.per16() ? 2 : 1));
+  }
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
     const int tokens = static_cast<int>(end - begin);
