@@ -44,6 +44,26 @@ def asymmetric(block_size: int) -> Rounding:
     return round_rows
 
 
+def grid(block_size: int) -> Rounding:
+    """``d * (s + 32 * z)``: what the kernels do in 8 bits (csrc/include/tellin/packed_format.h).
+
+    s in [-128, 127], z in [-3, 3] by the middle of the block; d has three significant bits.
+    """
+
+    def round_rows(x: Floats) -> Floats:
+        blocks = x.reshape(len(x), -1, block_size)
+        low, high = blocks.min(axis=-1, keepdims=True), blocks.max(axis=-1, keepdims=True)
+        middle = (high + low) * np.float32(127 / 32) / _nonzero(high - low)
+        middle = np.where(high > low, middle, np.sign(high) * 3)
+        zero = 32 * np.rint(np.clip(middle, -3, 3))
+        need = _nonzero(np.maximum(high / (127 + zero), -low / (128 - zero)))
+        fraction, exponent = np.frexp(need.astype(np.float32))
+        scale = np.ldexp(np.ceil(fraction * 8) / 8, exponent)
+        return np.asarray(np.rint(blocks / scale) * scale, dtype=np.float32).reshape(x.shape)
+
+    return round_rows
+
+
 def two_planes(block_size: int) -> Rounding:
     """Symmetric, and what it leaves over rounded once more: twice the integer work."""
     round_once = symmetric(block_size)
@@ -74,6 +94,7 @@ SCHEMES: dict[str, tuple[Rounding, tuple[str, ...]]] = {
     "asymmetric 16": (asymmetric(16), EVERYTHING),
     "asymmetric 32": (asymmetric(32), EVERYTHING),
     "asymmetric 64": (asymmetric(64), EVERYTHING),
+    "grid 32": (grid(32), EVERYTHING),
     "two planes 32": (two_planes(32), EVERYTHING),
     **{f"symmetric 32, {kind}": (symmetric(32), parts) for kind, parts in MATRICES.items()},
 }

@@ -5,6 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -39,6 +40,13 @@ const LinearKernels* find_kernels(const std::string& isa) {
   if (kernels == nullptr)
     throw std::invalid_argument("no linear kernels for isa '" + isa + "' on this machine");
   return kernels;
+}
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> copy_bytes(const uint8_t* data, size_t size) {
+  auto copy = std::make_unique<uint8_t[]>(size);
+  std::memcpy(copy.get(), data, size);
+  nb::capsule owner(copy.get(), [](void* p) noexcept { delete[] static_cast<uint8_t*>(p); });
+  return nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(copy.release(), {size}, owner);
 }
 
 // A packed weight matrix of one variant.
@@ -81,6 +89,10 @@ class PackedLinear {
   }
 
   int64_t num_groups() const { return matrix_.num_groups; }
+  // A copy of the packed groups, [packed_bytes].
+  nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> bytes() const {
+    return copy_bytes(storage_.get(), packed_bytes());
+  }
   size_t packed_bytes() const { return matrix_.group_bytes * static_cast<size_t>(matrix_.num_groups); }
 
  private:
@@ -89,6 +101,19 @@ class PackedLinear {
   AlignedBytes storage_;
   PackedMatrix matrix_;
 };
+
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> quantize_rows(const std::string& isa, const Floats& x,
+                                                           const std::string& precision_name) {
+  const LinearKernels* kernels = find_kernels(isa);
+  const ActPrecision precision = act_precision_named(precision_name);
+  if (precision == ActPrecision::kFloat32) throw std::invalid_argument("float32 rows are not quantised");
+  const auto rows = static_cast<int64_t>(x.shape(0)), k = static_cast<int64_t>(x.shape(1));
+  const size_t row_bytes = kernels->quantized_row_bytes(k, precision);
+  const AlignedBytes storage = allocate_aligned(row_bytes * static_cast<size_t>(rows));
+  const QuantizedRows quantized = {storage.get(), static_cast<int64_t>(row_bytes)};
+  for (int64_t m = 0; m < rows; ++m) kernels->quantize_row(precision, x.data() + m * k, k, m, quantized);
+  return copy_bytes(storage.get(), row_bytes * static_cast<size_t>(rows));
+}
 
 std::vector<std::string> variant_names() {
   std::vector<std::string> names;
@@ -118,11 +143,14 @@ void bind_linear(nb::module_& m) {
   m.def("linear_variants", &variant_names, "Kernel variants this machine runs, best first.");
   m.def("dequantize_rows", &dequantize_rows, "isa"_a, "quant_type"_a, "data"_a, "out"_a,
         "Dequantises the rows of a file tensor (uint8 bytes) to out: [rows, k] float32.");
+  m.def("quantize_rows", &quantize_rows, "isa"_a, "x"_a, "precision"_a = "int8",
+        "Records of float32 rows [m, k] as a variant quantises them: their bytes, row after row.");
   nb::class_<PackedLinear>(m, "PackedLinear", "A weight matrix packed for one kernel variant.")
       .def(nb::init<const std::string&, int, const Bytes&, int64_t, int64_t, const std::string&>(), "isa"_a,
            "quant_type"_a, "data"_a, "n"_a, "k"_a, "precision"_a = "int8")
       .def("run", &PackedLinear::run, "x"_a, "out"_a, "m0"_a, "m1"_a, "g0"_a, "g1"_a,
            nb::call_guard<nb::gil_scoped_release>())
+      .def("bytes", &PackedLinear::bytes, "A copy of the packed groups, one after the other.")
       .def_prop_ro("num_groups", &PackedLinear::num_groups)
       .def_prop_ro("packed_bytes", &PackedLinear::packed_bytes);
 }

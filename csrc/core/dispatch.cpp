@@ -15,8 +15,9 @@ struct Variants {
     table.packed_group_bytes = packed_group_bytes;
     table.pack_groups = pack_groups;
     table.layout_id = layout_id;
-    table.quantized_row_bytes = quantized_row_bytes;
+    if (table.quantized_row_bytes == nullptr) table.quantized_row_bytes = quantized_row_bytes;
     table.dequantize_row = dequantize_row;
+    if (table.pad_row == nullptr) table.pad_row = pad_row;
     tables[count++] = table;
   }
 

@@ -9,6 +9,7 @@ void pack_groups(QuantType type, ActPrecision precision, const uint8_t* src, int
                  int64_t g1, uint8_t* dst);
 int32_t layout_id(QuantType type, ActPrecision precision);
 size_t quantized_row_bytes(int64_t k, ActPrecision precision);
+void pad_row(ActPrecision precision, int64_t k, int64_t row, const QuantizedRows& out);
 void dequantize_row(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
 
 // Tables of the instruction sets compiled in: only the fields that depend on one are set (see dispatch.cpp).

@@ -1,4 +1,5 @@
-// Packing of file tensors into the kernels' layout (tellin/packed_format.h), losslessly in value.
+// Packing of file tensors into the kernels' layout (tellin/packed_format.h), losslessly in value. Codes under
+// a scale of zero do not count, and become neutral.
 //
 // Planes are built a file block at a time as 32-bit words (4 neighbouring codes) with plain integer
 // arithmetic and stored with the stride that interleaves 16 rows. No state: groups may be packed by different
@@ -122,6 +123,70 @@ void pack_header(const uint8_t* p, int r, int num_blocks, uint8_t* header) {
   }
 }
 
+// Which features of a block half 0 has in the word of vector v of its planes; half 1 has the others.
+constexpr uint32_t first_half_mask(int bits, int v) {
+  if (bits == 8) return v < 4 ? ~0u : 0u;
+  if (bits >= 4 && v < 4) return 0x0f0f0f0fu;                          // 4-bit plane
+  if (bits == 6 || (bits < 4 && v < 2)) return v % 2 == 0 ? ~0u : 0u;  // 2-bit plane
+  return 0x0f0f0f0fu;                                                  // 1-bit plane
+}
+
+// The word of vector v of a block whose codes are all the format's zero point.
+constexpr uint32_t neutral_word(const PackedFormat& format, int v) {
+  const auto zero = static_cast<uint32_t>(format.zero_point());
+  if (format.bits == 8) return zero * 0x01010101u;
+  if (format.bits >= 4 && v < 4) return (zero & 15) * 0x11111111u;
+  if (format.bits < 4 && v < 2) return (zero & 3) * 0x55555555u;
+  if (format.bits == 6) return (zero >> 4) * 0x55555555u;
+  return zero >> (format.bits - 1) != 0 ? ~0u : 0u;
+}
+
+// Whether the scale of a 32-wide block b, or of one of its halves, is zero in a file block.
+template <QuantType T>
+bool is_scale_zero(const uint8_t* p, int b, int half) {
+  constexpr PackedFormat kFormat = format_of(T);
+  const auto is_zero = [p](int offset) { return (load_u16(p + offset) & 0x7fff) == 0; };
+  if constexpr (kFormat.scales == ScaleKind::kHalf32) {
+    return is_zero(0);
+  } else if constexpr (kFormat.scales == ScaleKind::kSixBit32) {
+    uint8_t scale, minimum;
+    six_bit_scale_min(p + 4, b, &scale, &minimum);
+    return scale == 0 || is_zero(0);
+  } else if constexpr (T == QuantType::Q6_K) {
+    return p[192 + 2 * b + half] == 0 || is_zero(208);
+  } else if constexpr (T == QuantType::Q3_K) {
+    return q3k_scale(p + 96, 2 * b + half) == 0 || is_zero(108);
+  } else {
+    return (p[2 * b + half] & 15) == 0 || is_zero(80);
+  }
+}
+
+// Codes of 32-wide block b that no scale makes count become the zero point.
+template <QuantType T>
+void neutralize(const uint8_t* p, int b, uint32_t* plane) {
+  constexpr PackedFormat kFormat = format_of(T);
+  const bool first = is_scale_zero<T>(p, b, 0);
+  const bool second = kFormat.per16() ? is_scale_zero<T>(p, b, 1) : first;
+  if (!first && !second) return;
+  for (int v = 0; v < kFormat.bits; ++v) {
+    const uint32_t half = first_half_mask(kFormat.bits, v);
+    const uint32_t mask = (first ? half : 0) | (second ? ~half : 0);
+    plane[v] = (plane[v] & ~mask) | (neutral_word(kFormat, v) & mask);
+  }
+}
+
+// A super-block of neutral codes and zero scales.
+template <QuantType T>
+void clear_super_block(uint8_t* dst) {
+  constexpr PackedFormat kFormat = format_of(T);
+  std::memset(dst, 0, kFormat.header_bytes());
+  uint8_t* codes = dst + kFormat.header_bytes();
+  for (int i = 0; i < kFormat.blocks() * kFormat.bits; ++i, codes += kVectorBytes) {
+    const uint32_t word = neutral_word(kFormat, i % kFormat.bits);
+    for (int r = 0; r < kRows; ++r) std::memcpy(codes + 4 * r, &word, sizeof word);
+  }
+}
+
 template <QuantType T>
 void pack_quantized_group(const uint8_t* src, int64_t rows, int64_t k, uint8_t* dst) {
   constexpr PackedFormat kFormat = format_of(T);
@@ -130,15 +195,20 @@ void pack_quantized_group(const uint8_t* src, int64_t rows, int64_t k, uint8_t* 
   const int64_t row_bytes = k / kShape.elements * kShape.bytes;
   for (int64_t k0 = 0; k0 < k; k0 += kFormat.super_k(), dst += kFormat.super_bytes()) {
     const int blocks = k - k0 < kFormat.super_k() ? static_cast<int>((k - k0) / kBlockK) : kFormat.blocks();
-    std::memset(dst, 0, kFormat.header_bytes());
-    if (rows < kRows || blocks < kFormat.blocks()) std::memset(dst, 0, kFormat.super_bytes());
+    if (rows < kRows || blocks < kFormat.blocks()) {
+      clear_super_block<T>(dst);
+    } else {
+      std::memset(dst, 0, kFormat.header_bytes());
+    }
     const uint8_t* p = src + k0 / kShape.elements * kShape.bytes;
     for (int r = 0; r < rows; ++r, p += row_bytes) {
       pack_header<T>(p, r, blocks, dst);
       uint8_t* codes = dst + kFormat.header_bytes() + 4 * r;
       for (int b = 0; b < blocks; ++b, codes += kFormat.block_bytes()) {
         uint32_t plane[8];
-        block_planes<T>(p + b / kBlocksPerFileBlock * kShape.bytes, b % kBlocksPerFileBlock, plane);
+        const uint8_t* file_block = p + b / kBlocksPerFileBlock * kShape.bytes;
+        block_planes<T>(file_block, b % kBlocksPerFileBlock, plane);
+        neutralize<T>(file_block, b % kBlocksPerFileBlock, plane);
         for (int v = 0; v < kFormat.bits; ++v) std::memcpy(codes + kVectorBytes * v, &plane[v], 4);
       }
     }
@@ -201,6 +271,18 @@ size_t packed_group_bytes(QuantType type, int64_t k, ActPrecision precision) {
 
 size_t quantized_row_bytes(int64_t k, ActPrecision precision) {
   return act_row_bytes(k, precision == ActPrecision::kInt16);
+}
+
+void pad_row(ActPrecision precision, int64_t k, int64_t row, const QuantizedRows& out) {
+  uint8_t* target = out.data + row * out.row_bytes;
+  const int64_t num_blocks = (k + 255) / 256 * 8;
+  for (int64_t b = k / kBlockK; b < num_blocks; ++b) {
+    if (precision == ActPrecision::kInt8) {
+      store_zero_record(reinterpret_cast<Act8*>(target) + b);
+    } else {
+      store_zero_record(reinterpret_cast<Act16*>(target) + b);
+    }
+  }
 }
 
 int32_t layout_id(QuantType type, ActPrecision) {

@@ -45,9 +45,10 @@ void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels) {
       Buffer::Quantized& quantized = buffer.quantized(precision);
       if (!quantized.used) continue;
       const auto row_bytes = static_cast<int64_t>(kernels.quantized_row_bytes(buffer.width, precision));
-      // Fresh memory is zero, as what lies behind the last block of a row must be.
       quantized.memory = MappedMemory(static_cast<size_t>(capacity * row_bytes), /*huge_pages=*/false);
       quantized.rows = {quantized.memory.data(), row_bytes};
+      for (int64_t row = 0; row < capacity; ++row)
+        kernels.pad_row(precision, buffer.width, row, quantized.rows);
     }
     buffer.capacity = capacity;
   }

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from benchmarks.fidelity import TEXT, Divergence, backend_logits, log_softmax, measure, table
-from benchmarks.rounding import RoundedBackend, asymmetric, symmetric, two_planes
+from benchmarks.rounding import RoundedBackend, asymmetric, grid, symmetric, two_planes
 from tellin.kernels.reference import ReferenceBackend
 from tellin.models import build_plan
+from tests.kernels.linear_cases import quantized_activations
 from tests.models.tiny import tiny_source, tiny_token_ids
 
 
@@ -75,6 +76,15 @@ def test_roundings_stay_within_half_a_step(block_size: int) -> None:
     ):
         error = np.abs(rounding(x) - x).reshape(blocks.shape)
         assert (error <= step / 2 + 1e-6).all()
+
+
+def test_grid_is_what_the_kernels_do() -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((40, 576)) * np.exp2(rng.uniform(-60, 60, (40, 1)))
+    x[20:] += np.abs(x[20:]).max(axis=1, keepdims=True) * rng.uniform(-2, 2, (20, 1))
+    x[0], x[1] = 0, 3
+    x32 = x.astype(np.float32)
+    np.testing.assert_array_equal(grid(32)(x32), quantized_activations(x32, "int8"))
 
 
 def test_rounded_backend_rounds_only_the_chosen_matrices() -> None:

@@ -90,24 +90,41 @@ def random_tensor(quant_type: QuantType, n: int, k: int, seed: int = 0) -> FileT
     return FileTensor(quant_type, data, dequantize(quant_type, data, n, k))
 
 
+def int8_records(x: Floats) -> tuple[Floats, npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """8-bit activations by the definition in packed_format.h, of finite x ``[m, k]``.
+
+    k must be a multiple of 32. Returns scales float32, zeros and values q int32 of the blocks:
+    ``[m, k / 32, 1]`` twice, and ``[m, k / 32, 32]``.
+    """
+    blocks = x.reshape(len(x), -1, 32)
+    high, low = blocks.max(axis=2, keepdims=True), blocks.min(axis=2, keepdims=True)
+    tiny = np.maximum(high, -low) < np.float32(2.0**-80)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        middle = (high + low) * np.float32(127 / 32) / (high - low)
+    steps = np.rint(np.clip(np.where(tiny, 0, middle), -3, 3)).astype(np.int32)
+    zero = 32 * steps
+    up, down = (np.float32(1) / (ends).astype(np.float32) for ends in (127 + zero, 128 - zero))
+    need = np.where(tiny, np.float32(1), np.maximum(high * up, -low * down))
+    scale = ((need.view(np.uint32) + 0x1FFFFF) & ~np.uint32(0x1FFFFF)).view(np.float32)
+    q = np.rint(blocks * (np.float32(1) / scale)).astype(np.int32) - zero
+    return scale, zero, np.where(tiny, 0, q)
+
+
 def quantized_activations(x: Floats, precision: str) -> Doubles:
     """What the activations are after quantisation, by the definition the kernels promise.
 
     Per 32 features (k must be a multiple) and in float32, rounding half to even. int16: 127 * 128
-    steps to either side. int8: 254 steps from the least to the greatest value. Blocks below
-    2**-100 are zero. Returns float64 ``[m, k]``.
+    steps to either side; blocks below 2**-100 are zero. int8: `int8_records`. Returns float64
+    ``[m, k]``.
     """
     m, k = x.shape
+    if precision == "int8":
+        scale, zero, q = int8_records(x)
+        return (scale.astype(np.float64) * (q + zero)).reshape(m, k)
     blocks = x.reshape(m, -1, 32)
     magnitude = np.abs(blocks).max(axis=2, keepdims=True)
     tiny = magnitude < np.float32(2.0**-100)
-    magnitude = np.where(tiny, np.float32(1), magnitude)
-    if precision == "int16":
-        span, steps = magnitude, np.float32(127 * 128)
-    else:
-        steps = np.float32(254)
-        low, high = blocks.min(axis=2, keepdims=True), blocks.max(axis=2, keepdims=True)
-        span = np.maximum(high - low, magnitude * (steps / np.float32(32000)))
+    span, steps = np.where(tiny, np.float32(1), magnitude), np.float32(127 * 128)
     values = np.rint(blocks * (steps / span)) * (span / steps).astype(np.float64)
     return np.where(tiny, 0, values).reshape(m, k)
 

@@ -25,6 +25,7 @@ from tellin.loading.finite import is_finite
 from tellin.loading.tensors import QuantType, TensorRef
 from tellin.models import build_plan
 from tellin.models.plan import ir
+from tests.kernels.linear_cases import SCALE_OFFSETS
 from tests.kernels.runtime_plans import Cache, float_tensor, llama_plan, random_ids
 from tests.models.stepping import logits_of
 from tests.models.tiny import CASES, MAX_MODEL_LEN, tiny_source, tiny_token_ids
@@ -404,6 +405,19 @@ def test_weights_that_are_not_finite_are_refused_by_name(name: str) -> None:
     values.flat[-1] = np.nan
     bad = replace(op, weight=float_tensor(f"the {name}", values))
     with pytest.raises(ModelLoadError, match=rf"'the {name}' holds NaN"):
+        make_backend(replace(plan, ops=(*plan.ops[:at], bad, *plan.ops[at + 1 :])))
+
+
+@pytest.mark.parametrize("quant_type", [QuantType.Q4_0, QuantType.Q4_K, QuantType.Q6_K])
+def test_quantised_weights_without_finite_scales_are_refused_by_name(quant_type: QuantType) -> None:
+    """P49: kernels rely on it."""
+    plan = llama_plan(quant_type, num_layers=1)
+    at, op = next((i, op) for i, op in enumerate(plan.ops) if isinstance(op, ir.Linear))
+    data = op.weight.data.copy()
+    offset = data.size - quant_type.block_bytes + SCALE_OFFSETS[quant_type][0]
+    data.reshape(-1)[offset : offset + 2] = (0x00, 0xFC)  # -infinity
+    bad = replace(op, weight=replace(op.weight, name="the matrix", data=data))
+    with pytest.raises(ModelLoadError, match=r"'the matrix' holds NaN or infinity"):
         make_backend(replace(plan, ops=(*plan.ops[:at], bad, *plan.ops[at + 1 :])))
 
 

@@ -179,7 +179,7 @@ def test_distance_from_float32(
         for precision in ("default", "high")
     }
     results = measure(backend_logits(reference, ids, 250), engines)
-    assert results["default"].mean_kl <= 0.0012  # half of llama.cpp's
+    assert results["default"].mean_kl <= 0.00168  # two thirds of llama.cpp's
     assert results["high"].mean_kl <= 1e-5
 
 

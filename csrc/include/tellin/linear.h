@@ -48,8 +48,9 @@ struct LinearKernels {
   // Bytes of one packed group; 0 if there is no layout for this type, precision and k (k must be a whole
   // number of the type's blocks).
   size_t (*packed_group_bytes)(QuantType type, int64_t k, ActPrecision precision);
-  // Packs groups [g0, g1) of the row-major file tensor `src` ([n, k], rows contiguous, any alignment) to
-  // dst + g * group_bytes. Needs no state: different groups may be packed by different threads.
+  // Packs groups [g0, g1) of the row-major file tensor `src` ([n, k], rows contiguous, any alignment; scales
+  // must be finite) to dst + g * group_bytes. Needs no state: different groups may be packed by different
+  // threads.
   void (*pack_groups)(QuantType type, ActPrecision precision, const uint8_t* src, int64_t n, int64_t k,
                       int64_t g0, int64_t g1, uint8_t* dst);
   // Layout id for PackedMatrix::layout.
@@ -58,7 +59,7 @@ struct LinearKernels {
   // Bytes of one row of quantised activations (kInt8, kInt16) for k input features (a multiple of 64).
   size_t (*quantized_row_bytes)(int64_t k, ActPrecision precision);
   // Quantises one float32 row [k] into row `row` of `out`. A block of kActBlock values that holds a NaN or an
-  // infinity makes every output of that row NaN.
+  // infinity (or, in 8 bits, a magnitude above 2^100) makes every output of that row NaN.
   void (*quantize_row)(ActPrecision precision, const float* x, int64_t k, int64_t row,
                        const QuantizedRows& out);
 
@@ -77,9 +78,12 @@ struct LinearKernels {
   void (*dequantize_row)(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
 
   // Quantises features [begin, end) of a row as quantize_row does; both are multiples of kActBlock. `x` is
-  // the row's feature 0. What lies behind the last block of a row is not written: it must be zero.
+  // the row's feature 0. What lies behind the last block of a row is not written: pad_row does, once.
   void (*quantize_part)(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
                         const QuantizedRows& out);
+
+  // Writes what lies behind the last of a row's k features (a multiple of kActBlock).
+  void (*pad_row)(ActPrecision precision, int64_t k, int64_t row, const QuantizedRows& out);
 };
 
 // Table of the best variant this machine runs (isa == nullptr), or of the one named: "avx512", "avxvnni",

@@ -10,7 +10,8 @@
 //   8-bit plane, 8 vectors: vector j is quad j.
 // bits 2: 2-bit plane; 3: 2-bit, 1-bit (bit 2); 4: 4-bit; 5: 4-bit, 1-bit (bit 4); 6: 4-bit, 2-bit (bits 4,
 // 5). A weight's value is scale * (code - zero_point), or scale * code + minimum. Signed 8-bit codes are
-// stored plus 128.
+// stored plus 128. Where a scale is zero (padding included), codes are the zero point (without one: 0), so
+// that sums of codes minus the zero point are zero there, and kernels may take any number for the scale.
 //
 // Everything here has internal linkage: the header is compiled into units of different instruction sets.
 #pragma once
@@ -116,21 +117,41 @@ constexpr size_t packed_group_size(QuantType type, int64_t k) {
 
 // Quantised activations of one row: one record per 32 features.
 //
-// 8 bits: x = scale * (q + zero). The steps of a block span its least to its greatest value, not +-its
-// largest magnitude: activations of models are lopsided (an outlier has one sign), and this more than halves
-// the divergence from float32 at the same width. Sums stay exact integers: for codes c of zero point z over n
-// features
+// 8 bits: x = scale * (q + zero). The zero follows the middle of a block's least and greatest value:
+// activations of models are lopsided (an outlier has one sign), and steps that span +-the largest magnitude
+// would more than double the divergence from float32 at the same width. Sums stay exact integers: for codes c
+// of zero point z over n features
 //   sum (c - z) (q + zero) = sum c q + zero * (sum c - n z) - z * sum q,
 // and the last two terms are one product of 16-bit pairs, (zero, -sum q) x (sum c - n z, z).
+//
+// Zeros and scales are on a grid, so that a tile of many rows looks products up instead of multiplying:
+//   zero = 32 * steps, steps in [-3, 3]: 7 multiples of a block's sum of codes, found at `zero_offset`;
+//   scale = m * 2^e, m in {1, 1.25, 1.5, 1.75}: its product with a weight's scale d is exact (d has 18
+//   significant bits at most), and its bits are those of the scale plus bits(m * d) - bits(m), found at
+//   `scale_offset`.
+// A vector of 16 rows of such a table is 64 bytes; entry 4 of the scales' table is zero: it leaves a NaN as
+// it is. A value is, in all kernels,
+//   acc = fma(integer sum, scale * d, acc), with a scale per 16 features for one half after the other; then
+//   acc = fma(minimum, sum, acc), with two minima: half_sum.
+//
+// How a block of values in [low, high] is quantised: in float32 and in this order of operations, whatever the
+// variant.
+// - A value that is not finite, or a magnitude > kAct8LargestMagnitude: store_nan_record.
+// - All magnitudes < kTinyAct8: store_zero_record.
+// - steps = rint((high + low) * kAct8StepsPerMiddle / (high - low)), clamped to [-3, 3] (infinities, too).
+// - need = max(high * kAct8Up[steps + 3], -low * kAct8Down[steps + 3]), it covers both ends.
+// - scale = need, rounded up to three significant bits.
+// - q = rint(x * (1 / scale)) - zero, always within [-128, 127]; the sums are exact.
 struct Act8 {
   static constexpr int kPlanes = 1;
 
   int8_t q[1][kBlockK];
-  float scale;              // 0: the block is zero; NaN: it was not finite
+  float scale;              // NaN: the block was not finite
   float sum;                // sum of x
   float half_sum[2];        // sums of x over features [0, 16) and [16, 32)
   int16_t zero_pair[3][2];  // (zero, -sum of q) over all features, [0, 16) and [16, 32)
-  int32_t reserved;         // a record is a cache line
+  uint16_t scale_offset;    // 64 * the place of m in {1, 1.25, 1.5, 1.75}; 64 * 4: NaN
+  uint16_t zero_offset;     // 64 * (steps + 3)
 };
 
 // 15 bits: x = scale * v, v = 128 * q[0] + q[1] within +-127 * 128.
@@ -145,12 +166,52 @@ struct Act16 {
 };
 static_assert(sizeof(Act8) == 64 && sizeof(Act16) == 88, "activation records");
 
-constexpr int kPlaneShift = 7;        // v = (q[0] << kPlaneShift) + q[1]
-constexpr float kAct8Steps = 254.0f;  // one less than there are, so that rounding both ends cannot overflow
-constexpr float kAct8LargestZero = 32000.0f;  // the step of a nearly constant block is its magnitude / this
+constexpr int kPlaneShift = 7;     // v = (q[0] << kPlaneShift) + q[1]
+constexpr int kZeroUnit = 32;      // zeros are multiples of this
+constexpr int kMostZeroSteps = 3;  // to either side
+constexpr int kZeroEntries = 2 * kMostZeroSteps + 1;
+constexpr int kScaleEntries = 5;  // m = 1, 1.25, 1.5, 1.75; NaN
+constexpr int kNanScaleEntry = 4;
+constexpr int kEntryBytes = 4 * kRows;  // of both tables: 16 rows of 32 bits
+constexpr float kAct8Scale[kScaleEntries - 1] = {1.0f, 1.25f, 1.5f, 1.75f};
+constexpr float kAct8StepsPerMiddle = 127.0f / kZeroUnit;
+// By steps + kMostZeroSteps: 1 / (127 + zero) and 1 / (128 - zero), where 127 + zero and zero - 128 are the
+// largest and least q + zero.
+constexpr float kAct8Up[kZeroEntries] = {1.0f / 31,  1.0f / 63,  1.0f / 95, 1.0f / 127,
+                                         1.0f / 159, 1.0f / 191, 1.0f / 223};
+constexpr float kAct8Down[kZeroEntries] = {1.0f / 224, 1.0f / 192, 1.0f / 160, 1.0f / 128,
+                                           1.0f / 96,  1.0f / 64,  1.0f / 32};
+constexpr uint32_t kAct8ScaleRest = 0x1fffff;  // the bits of a float behind its three most significant ones
+// What stands for d where it is zero, in tables of bits(m * d): any normal number would do.
+constexpr float kZeroScaleStand = 0x1p-24f;
+// Blocks of greater magnitude are not finite and of lesser are zero: exponents of scale * d stay normal.
+constexpr float kAct8LargestMagnitude = 0x1p100f;
+constexpr float kTinyAct8 = 0x1p-80f;
 constexpr float kAct16Largest = 127 * 128;
 constexpr float kTinyAct =
-    0x1p-100f;  // blocks of lesser magnitude are zero: their inverse scale would overflow
+    0x1p-100f;  // 15 bits: blocks of lesser magnitude are zero: their inverse scale would overflow
+
+// The record of a block of zeros, or of one that is not finite; the former pads rows.
+inline void store_zero_record(Act8* out) {
+  *out = {};
+  out->scale = 1.0f;
+  out->zero_offset = kMostZeroSteps * kEntryBytes;
+}
+
+inline void store_zero_record(Act16* out) {
+  *out = {};
+}
+
+inline void store_nan_record(Act8* out) {
+  store_zero_record(out);
+  out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
+  out->scale_offset = kNanScaleEntry * kEntryBytes;
+}
+
+inline void store_nan_record(Act16* out) {
+  *out = {};
+  out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
+}
 
 // Bytes of a row of records; rows are padded to whole 256-feature super-blocks.
 constexpr size_t act_row_bytes(int64_t k, bool two_planes) {

@@ -18,6 +18,13 @@ TELLIN_INLINE __m256i load_half(const uint8_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
+// A load: compilers would make a constant anew from a general register, which takes two operations.
+TELLIN_INLINE __m256i broadcast_word(const void* p) {
+  __m256i v;
+  asm("vpbroadcastd %1, %0" : "=x"(v) : "m"(*static_cast<const int32_t*>(p)));
+  return v;
+}
+
 // Moves bit `from` of every byte to bit `to` (neighbouring bits spill over: mask afterwards).
 template <int from, int to>
 TELLIN_INLINE __m256i move_bits(__m256i v) {

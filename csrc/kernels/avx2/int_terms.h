@@ -63,11 +63,6 @@ TELLIN_INLINE void add_int16(__m256i& sum, __m256i v) {
 TELLIN_INLINE void add_int32(__m256i& sum, __m256i v) {
   asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(v));
 }
-TELLIN_INLINE __m256i broadcast_word(const void* p) {
-  __m256i v;
-  asm("vpbroadcastd %1, %0" : "=x"(v) : "m"(*static_cast<const int32_t*>(p)));
-  return v;
-}
 
 // Adds the products of four codes and four activations per row to a sum, or makes them the sum: in int16, or
 // with vpdpbusd in int32.
@@ -145,16 +140,36 @@ TELLIN_INLINE void add_zero_terms(const Act16* x, int64_t row_bytes, int pair, c
   }
 }
 
-// Of formats that scale per 16 features: what the first half of a block comes to.
-template <int kTokens>
-TELLIN_INLINE void scale_half(const float (&scale)[kRows], const __m256i (&sum)[2][kTokens],
-                              __m256 (&product)[2][kTokens]) {
+// Of formats that scale per 16 features: what the first half of a block comes to, which 8-bit activations add
+// to acc [kTokens][16].
+template <class Act, int kTokens>
+TELLIN_INLINE void scale_half(const Act* x, int64_t row_bytes, const float (&scale)[kRows],
+                              const __m256i (&sum)[2][kTokens], __m256 (&product)[2][kTokens], float* acc) {
 #pragma GCC unroll 2
   for (int h = 0; h < 2; ++h) {
     const __m256 s = _mm256_load_ps(scale + h * kHalfRows);
 #pragma GCC unroll 7
-    for (int t = 0; t < kTokens; ++t) product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
+    for (int t = 0; t < kTokens; ++t) {
+      const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
+      if constexpr (Act::kPlanes == 1) {
+        const __m256 x_scale = broadcast_float(&act_row(x, t, row_bytes)->scale);
+        float* const a = acc + t * kRows + h * kHalfRows;
+        _mm256_store_ps(a, _mm256_fmadd_ps(value, _mm256_mul_ps(x_scale, s), _mm256_load_ps(a)));
+      } else {
+        product[h][t] = _mm256_mul_ps(value, s);
+      }
+    }
   }
+}
+
+// acc + sum * scale * x_scale: exact but for the last addition with 8-bit activations; else with `product`
+// (see scale_half) added before x_scale.
+template <class Act, bool kPer16>
+TELLIN_INLINE __m256 add_scaled(__m256i sum, __m256 scale, __m256 x_scale, __m256 product, __m256 acc) {
+  const __m256 value = _mm256_cvtepi32_ps(sum);
+  if constexpr (Act::kPlanes == 1) return _mm256_fmadd_ps(value, _mm256_mul_ps(x_scale, scale), acc);
+  const __m256 p = kPer16 ? _mm256_fmadd_ps(value, scale, product) : _mm256_mul_ps(value, scale);
+  return _mm256_fmadd_ps(p, x_scale, acc);
 }
 
 // Scales the integer sums of a block and adds them to acc [kTokens][16]; `product`: see scale_half.
@@ -178,10 +193,8 @@ TELLIN_INLINE void scale_sums(const Act* x, int64_t row_bytes, const float (*sca
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       float* const a = acc + t * kRows + h * kHalfRows;
-      const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
-      const __m256 p =
-          kFormat.per16() ? _mm256_fmadd_ps(value, s[h], product[h][t]) : _mm256_mul_ps(value, s[h]);
-      __m256 result = _mm256_fmadd_ps(p, x_scale, _mm256_load_ps(a));
+      __m256 result =
+          add_scaled<Act, kFormat.per16()>(sum[h][t], s[h], x_scale, product[h][t], _mm256_load_ps(a));
       if constexpr (kFormat.has_min) {
 #pragma GCC unroll 2
         for (int i = 0; i <= kLast; ++i)

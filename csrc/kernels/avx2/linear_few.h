@@ -142,7 +142,14 @@ TELLIN_INLINE void add_packed_halves(const uint8_t* block, const uint8_t* x, int
     for (int h = 0; h < kHalves; ++h) {
       const __m256 s = scales.scale(2 * b, first + h);
 #pragma GCC unroll 7
-      for (int t = 0; t < kTokens; ++t) product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
+      for (int t = 0; t < kTokens; ++t) {
+        if constexpr (Act::kPlanes == 1) {
+          const __m256 x_scale = broadcast_float(&act_row(rows, t, row_bytes)->scale);
+          acc[first + h][t] = add_scaled<Act, true>(sum[h][t], s, x_scale, s, acc[first + h][t]);
+        } else {
+          product[h][t] = _mm256_mul_ps(_mm256_cvtepi32_ps(sum[h][t]), s);
+        }
+      }
     }
     packed_sums<T, Act, 1>(block, rows, row_bytes, sum);
   } else {
@@ -159,10 +166,9 @@ TELLIN_INLINE void add_packed_halves(const uint8_t* block, const uint8_t* x, int
 #pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
       const Act* row = act_row(rows, t, row_bytes);
-      const __m256 value = _mm256_cvtepi32_ps(sum[h][t]);
-      const __m256 p = kFormat.per16() ? _mm256_fmadd_ps(value, s, product[h][t]) : _mm256_mul_ps(value, s);
       __m256& result = acc[first + h][t];
-      result = _mm256_fmadd_ps(p, broadcast_float(&row->scale), result);
+      result =
+          add_scaled<Act, kFormat.per16()>(sum[h][t], s, broadcast_float(&row->scale), product[h][t], result);
       if constexpr (kFormat.has_min) {
 #pragma GCC unroll 2
         for (int i = 0; i <= kLast; ++i) {

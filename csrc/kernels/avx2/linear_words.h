@@ -143,7 +143,7 @@ __attribute__((noinline)) void run_word_tile(const WordChunk<T>* chunk, CodeStre
       const float (*scale)[kRows] = chunk->scale + b * kSums;
       if constexpr (kFormat.per16()) {
         add_word_quads<T, 0, 0, 4>(chunk->codes[b], rows, b, sum);
-        scale_half(scale[0], sum, product);
+        scale_half(blocks + b, row_bytes, scale[0], sum, product, acc);
         add_word_quads<T, 4, 4, 8>(chunk->codes[b], rows, b, sum);
       } else {
         add_word_quads<T, 0, 0, 8>(chunk->codes[b], rows, b, sum);

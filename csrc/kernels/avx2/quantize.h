@@ -1,5 +1,6 @@
 // AVX2: quantisation of float32 activations to records of one or two planes.
 #pragma once
+#include "act_rows.h"
 #include "codes.h"
 #include "tellin/linear.h"
 
@@ -24,19 +25,17 @@ TELLIN_INLINE void store_plane(const __m256i (&v)[4], int8_t* q) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(q), ordered);
 }
 
-// Rewrites the record of a block that has no finite values of some size: it is zero, or all its outputs are
-// NaN.
+// Rewrites the record of a block whose values are not all finite and of some size, but not too large.
 template <class Act>
-void repair_block(const float* x, Act* out) {
+void repair_block(const float* x, float least, float largest, Act* out) {
   bool is_finite = true, is_tiny = true;
   for (int i = 0; i < kBlockK; ++i) {
     const float magnitude = __builtin_fabsf(x[i]);
-    is_finite = is_finite && magnitude <= __FLT_MAX__;
-    is_tiny = is_tiny && magnitude < kTinyAct;
+    is_finite = is_finite && magnitude <= largest;
+    is_tiny = is_tiny && magnitude < least;
   }
-  if (is_finite && !is_tiny) return;
-  __builtin_memset(out, 0, sizeof *out);
-  if (!is_finite) out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
+  if (!is_finite) return store_nan_record(out);
+  if (is_tiny) store_zero_record(out);
 }
 
 // ---- 15 bits ----
@@ -51,7 +50,7 @@ TELLIN_INLINE void quantize_block(const float* x, Act16* out) {
   }
   const float magnitude = horizontal_max(magnitudes);
   if (__builtin_expect(_mm256_movemask_ps(finite) != 0xff || !(magnitude >= kTinyAct), 0)) {
-    return repair_block(x, out);
+    return repair_block(x, kTinyAct, __FLT_MAX__, out);
   }
   const __m256 factor = _mm256_set1_ps(kAct16Largest / magnitude);
   const __m256i half = _mm256_set1_epi32(1 << (kPlaneShift - 1));
@@ -81,12 +80,28 @@ TELLIN_INLINE __m256 lanes_of(__m256 a, __m256 b) {
   return _mm256_permute2f128_ps(a, b, kLanes);
 }
 
-// The greatest value (low lane) and minus the least (high lane) of a block, in four parts.
-TELLIN_INLINE __m256 limits_of(const __m256 (&v)[4]) {
-  const __m256 high = _mm256_max_ps(_mm256_max_ps(v[0], v[1]), _mm256_max_ps(v[2], v[3]));
-  const __m256 least = _mm256_min_ps(_mm256_min_ps(v[0], v[1]), _mm256_min_ps(v[2], v[3]));
-  const __m256 low = _mm256_xor_ps(least, _mm256_set1_ps(-0.0f));
-  return _mm256_max_ps(lanes_of<0x20>(high, low), lanes_of<0x31>(high, low));
+TELLIN_INLINE void load_block(const float* x, __m256 (&v)[4]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) v[i] = _mm256_loadu_ps(x + 8 * i);
+}
+
+// The greatest value of a block (kMost) or the least, in eight parts.
+template <bool kMost>
+TELLIN_INLINE __m256 extreme(__m256 a, __m256 b) {
+  return kMost ? _mm256_max_ps(a, b) : _mm256_min_ps(a, b);
+}
+template <bool kMost>
+TELLIN_INLINE __m256 extreme_of(const __m256 (&v)[4]) {
+  return extreme<kMost>(extreme<kMost>(v[0], v[1]), extreme<kMost>(v[2], v[3]));
+}
+
+// That of block A in the low lane, of block B in the high one.
+template <bool kMost>
+TELLIN_INLINE __m256 extremes_of(const __m256 (&va)[4], const __m256 (&vb)[4]) {
+  const __m256 a = extreme_of<kMost>(va), b = extreme_of<kMost>(vb);
+  __m256 v = extreme<kMost>(lanes_of<0x20>(a, b), lanes_of<0x31>(a, b));
+  v = extreme<kMost>(v, _mm256_permute_ps(v, 0x4e));
+  return extreme<kMost>(v, _mm256_permute_ps(v, 0xb1));
 }
 
 // Values of a block, in units of the inverse of `factor`: [0, 16) and [16, 32), each in the order of packs.
@@ -101,47 +116,60 @@ TELLIN_INLINE __m256i bytes_less(const __m256i (&words)[2], __m256i zero) {
   return _mm256_packs_epi16(_mm256_sub_epi16(words[0], zero), _mm256_sub_epi16(words[1], zero));
 }
 
+// Every 32-bit lane the same, from memory.
+template <uint32_t kValue>
+TELLIN_INLINE __m256i lanes32() {
+  static constexpr uint32_t kInMemory = kValue;
+  return broadcast_word(&kInMemory);
+}
+
 // Sums of q + 128 over parts of both halves of a block, in each lane.
 TELLIN_INLINE __m256i octet_sums(__m256i q) {
-  return _mm256_sad_epu8(_mm256_xor_si256(q, _mm256_set1_epi8(-128)), _mm256_setzero_si256());
+  return _mm256_sad_epu8(_mm256_xor_si256(q, lanes32<0x80808080>()), _mm256_setzero_si256());
 }
 
-// `ends`: what follows q in a record.
-TELLIN_INLINE void store_record(__m256i q, __m256 ends, Act8* out) {
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q[0]), _mm256_permutevar8x32_epi32(q, order));
+// `ends`: what follows q in a record. `shifted`: see act_rows.h.
+TELLIN_INLINE void store_record(__m256i q, __m256 ends, Act8* out, uint8_t* shifted) {
+  q = _mm256_permutevar8x32_epi32(q, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out->q[0]), q);
   _mm256_storeu_ps(&out->scale, ends);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(shifted), _mm256_xor_si256(q, lanes32<0x80808080>()));
 }
 
-// Writes blocks A at x and B at x + 32 * (kCount - 1) to records out[0] and out[kCount - 1].
-template <int kCount>
-TELLIN_INLINE void quantize_pair(const float* x, Act8* out) {
-  __m256 a[4], b[4];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    a[i] = _mm256_loadu_ps(x + 8 * i);
-    b[i] = _mm256_loadu_ps(x + (kCount - 1) * kBlockK + 8 * i);
-  }
-  const __m256 limits_a = limits_of(a), limits_b = limits_of(b);
-  __m256 limits =
-      _mm256_max_ps(_mm256_shuffle_ps(limits_a, limits_b, 0x44), _mm256_shuffle_ps(limits_a, limits_b, 0xee));
-  limits = _mm256_max_ps(limits, _mm256_permute_ps(limits, 0xb1));  // lanes: A, A, B, B
-  const __m256 others = lanes_of<0x01>(limits, limits);
-  const __m256 magnitude = _mm256_max_ps(limits, others);
-  const __m256 range = _mm256_max_ps(_mm256_add_ps(limits, others),
-                                     _mm256_mul_ps(magnitude, _mm256_set1_ps(kAct8Steps / kAct8LargestZero)));
-  const __m256 steps = _mm256_set1_ps(kAct8Steps);
-  const __m256 inverse = _mm256_div_ps(steps, range), scale = _mm256_div_ps(range, steps);
-  const __m256i zero = _mm256_sub_epi32(
-      _mm256_set1_epi32(128), _mm256_cvtps_epi32(_mm256_mul_ps(lanes_of<0x11>(limits, limits), inverse)));
+// How two blocks are quantised: block A in the low lane, B in the high one.
+struct PairGrid {
+  __m256 magnitude, scale, inverse;
+  __m256i zero;
+};
 
-  __m256i words_a[2], words_b[2];
-  whole_words(a, _mm256_permute_ps(inverse, 0x00), words_a);
-  whole_words(b, _mm256_permute_ps(inverse, 0xaa), words_b);
-  const __m256i qa = bytes_less(words_a, _mm256_shuffle_epi8(zero, _mm256_set1_epi16(0x0100)));
-  const __m256i qb = bytes_less(words_b, _mm256_shuffle_epi8(zero, _mm256_set1_epi16(0x0908)));
+TELLIN_INLINE PairGrid pair_grid(__m256 high, __m256 low) {
+  const __m256 middle = _mm256_mul_ps(_mm256_add_ps(high, low), _mm256_set1_ps(kAct8StepsPerMiddle));
+  const __m256 place = _mm256_div_ps(middle, _mm256_sub_ps(high, low));
+  const __m256 minus_low = _mm256_xor_ps(low, _mm256_set1_ps(-0.0f));
+  const __m256 most = _mm256_set1_ps(kMostZeroSteps), fewest = _mm256_set1_ps(-kMostZeroSteps);
+  const __m256i steps = _mm256_cvtps_epi32(_mm256_min_ps(_mm256_max_ps(place, fewest), most));
+  // By steps modulo 8.
+  const __m256 up =
+      _mm256_setr_ps(kAct8Up[3], kAct8Up[4], kAct8Up[5], kAct8Up[6], 0, kAct8Up[0], kAct8Up[1], kAct8Up[2]);
+  const __m256 down = _mm256_setr_ps(kAct8Down[3], kAct8Down[4], kAct8Down[5], kAct8Down[6], 0, kAct8Down[0],
+                                     kAct8Down[1], kAct8Down[2]);
+  const __m256 need = _mm256_max_ps(_mm256_mul_ps(high, _mm256_permutevar8x32_ps(up, steps)),
+                                    _mm256_mul_ps(minus_low, _mm256_permutevar8x32_ps(down, steps)));
+  const __m256i rest = lanes32<kAct8ScaleRest>();
+  const __m256i scale = _mm256_andnot_si256(rest, _mm256_add_epi32(_mm256_castps_si256(need), rest));
+  // 1 / (m * 2^e) is 1 / m, rounded, less e in the exponent; permute_ps looks at the two bits of m alone.
+  const __m256i inverse_m = _mm256_castps_si256(_mm256_permutevar_ps(
+      _mm256_setr_ps(1 / kAct8Scale[0], 1 / kAct8Scale[1], 1 / kAct8Scale[2], 1 / kAct8Scale[3],
+                     1 / kAct8Scale[0], 1 / kAct8Scale[1], 1 / kAct8Scale[2], 1 / kAct8Scale[3]),
+      _mm256_srli_epi32(scale, 21)));
+  const __m256i exponent = _mm256_and_si256(scale, lanes32<0x7f800000>());
+  const __m256i inverse = _mm256_add_epi32(inverse_m, _mm256_sub_epi32(lanes32<127 << 23>(), exponent));
+  return {_mm256_max_ps(high, minus_low), _mm256_castsi256_ps(scale), _mm256_castsi256_ps(inverse),
+          _mm256_slli_epi32(steps, 5)};
+}
 
-  // What follows q in both records: A in the low lane, B in the high one.
+// What follows q in the records of blocks A (low lane) and B (high lane).
+TELLIN_INLINE void record_ends(__m256i qa, __m256i qb, const PairGrid& grid, __m256& floats, __m256& words) {
   const __m256 octets_a = _mm256_castsi256_ps(octet_sums(qa)), octets_b = _mm256_castsi256_ps(octet_sums(qb));
   // Of q + 128: sums of the halves, then 0, sum, sums of the halves.
   const __m256i halves = _mm256_add_epi64(_mm256_castps_si256(lanes_of<0x20>(octets_a, octets_b)),
@@ -152,65 +180,142 @@ TELLIN_INLINE void quantize_pair(const float* x, Act8* out) {
   const __m256i shifts =
       _mm256_setr_epi32(-1, kShift, kShift / 2, kShift / 2, -1, kShift, kShift / 2, kShift / 2);
   const __m256i negative = _mm256_sub_epi32(shifts, sums);  // -1, -sum, -sums of the halves
-  const __m256i zeros = _mm256_permute4x64_epi64(zero, 0x50);
+  const __m256i zeros = grid.zero, scales = _mm256_castps_si256(grid.scale);
   const __m256i log2_counts = _mm256_setr_epi32(32, 5, 4, 4, 32, 5, 4, 4);
   const __m256i whole = _mm256_sub_epi32(_mm256_sllv_epi32(zeros, log2_counts), negative);
-  const __m256 scales = _mm256_castsi256_ps(_mm256_permute4x64_epi64(_mm256_castps_si256(scale), 0x50));
-  const __m256 floats = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), scales);
+  floats = _mm256_mul_ps(_mm256_cvtepi32_ps(whole), _mm256_castsi256_ps(scales));
+  // Both offsets: 64 * (the two bits of m), 64 * (zero / 32 + 3) in the high half.
+  const __m256i m_offsets = _mm256_and_si256(_mm256_srli_epi32(scales, 15), lanes32<0xc0>());
+  const __m256i first = lanes32<kMostZeroSteps * kEntryBytes << 16>();
+  const __m256i offsets = _mm256_add_epi32(m_offsets, _mm256_add_epi32(_mm256_slli_epi32(zeros, 17), first));
   const __m256i pairs =
       _mm256_bsrli_epi128(_mm256_blend_epi16(_mm256_slli_epi32(negative, 16), zeros, 0x55), 4);
-  store_record(qa, lanes_of<0x20>(floats, _mm256_castsi256_ps(pairs)), out);
-  if constexpr (kCount == 2) store_record(qb, lanes_of<0x31>(floats, _mm256_castsi256_ps(pairs)), out + 1);
+  words = _mm256_castsi256_ps(_mm256_blend_epi32(pairs, offsets, 0x88));
+}
 
-  // Whole values are within +-32001, but for those of NaN and infinities, which are -2^31.
+constexpr uint32_t kTinyAct8Bits = (127 - 80) << 23, kLargestAct8Bits = (127 + 100) << 23;
+static_assert(kTinyAct8 == 0x1p-80f && kAct8LargestMagnitude == 0x1p100f);
+
+// The grid of blocks A at x and B at x + 32 * (kCount - 1).
+template <int kCount>
+TELLIN_INLINE PairGrid grid_of(const float* x) {
+  __m256 a[4], b[4];
+  load_block(x, a);
+  load_block(x + (kCount - 1) * kBlockK, b);
+  return pair_grid(extremes_of<true>(a, b), extremes_of<false>(a, b));
+}
+
+// Writes them to records out[0] and out[kCount - 1].
+template <int kCount>
+TELLIN_INLINE void store_pair(const float* x, const PairGrid& grid, Act8* out, uint8_t* shifted) {
+  __m256 a[4], b[4];
+  load_block(x, a);
+  load_block(x + (kCount - 1) * kBlockK, b);
+  __m256i words_a[2], words_b[2];
+  whole_words(a, lanes_of<0x00>(grid.inverse, grid.inverse), words_a);
+  whole_words(b, lanes_of<0x11>(grid.inverse, grid.inverse), words_b);
+  const __m256i zero = _mm256_packs_epi32(grid.zero, grid.zero);
+  const __m256i qa = bytes_less(words_a, _mm256_permute2x128_si256(zero, zero, 0x00));
+  const __m256i qb = bytes_less(words_b, _mm256_permute2x128_si256(zero, zero, 0x11));
+  __m256 floats, words;
+  record_ends(qa, qb, grid, floats, words);
+  store_record(qa, lanes_of<0x20>(floats, words), out, shifted);
+  if constexpr (kCount == 2) store_record(qb, lanes_of<0x31>(floats, words), out + 1, shifted + kBlockK);
+
+  // Whole values are within +-224, but for those of NaN, which are -2^31.
   const __m256i least =
       _mm256_min_epi16(_mm256_min_epi16(words_a[0], words_a[1]), _mm256_min_epi16(words_b[0], words_b[1]));
-  const __m256i special = _mm256_cmpeq_epi16(least, _mm256_set1_epi16(-32768));
-  const __m256 tiny = _mm256_cmp_ps(magnitude, _mm256_set1_ps(kTinyAct), _CMP_NGE_UQ);
-  if (__builtin_expect(_mm256_movemask_epi8(_mm256_or_si256(special, _mm256_castps_si256(tiny))) != 0, 0)) {
-    for (int i = 0; i < kCount; ++i) repair_block(x + i * kBlockK, out + i);
+  const __m256i special = _mm256_cmpeq_epi16(least, lanes32<0x80008000>());
+  // Magnitudes from kTinyAct8 to kAct8LargestMagnitude become the least integers.
+  const __m256i size =
+      _mm256_add_epi32(_mm256_castps_si256(grid.magnitude), lanes32<0x80000000 - kTinyAct8Bits>());
+  const __m256i misfit = _mm256_cmpgt_epi32(size, lanes32<0x80000000 + kLargestAct8Bits - kTinyAct8Bits>());
+  const __m256i any = _mm256_or_si256(special, misfit);
+  if (__builtin_expect(_mm256_movemask_epi8(any) != 0, 0)) {
+    for (int i = 0; i < kCount; ++i) {
+      repair_block(x + i * kBlockK, kTinyAct8, kAct8LargestMagnitude, out + i);
+      for (int f = 0; f < kBlockK; ++f) shifted[i * kBlockK + f] = static_cast<uint8_t>(out[i].q[0][f] + 128);
+    }
   }
 }
 
 // ---- rows ----
 
-TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act8* out) {
-  for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2) quantize_pair<2>(x, out);
-  if (count == 1) quantize_pair<1>(x, out);
+// A pair is a long chain of operations: the grid of the next one is found beside what a pair stores.
+TELLIN_INLINE void quantize_records(const float* x, int64_t count, Act8* out, uint8_t* shifted) {
+  if (count >= 2) {
+    PairGrid grid = grid_of<2>(x);
+    for (; count >= 4; count -= 2, x += 2 * kBlockK, out += 2, shifted += 2 * kBlockK) {
+      const PairGrid next = grid_of<2>(x + 2 * kBlockK);
+      store_pair<2>(x, grid, out, shifted);
+      grid = next;
+    }
+    store_pair<2>(x, grid, out, shifted);
+    count -= 2, x += 2 * kBlockK, out += 2, shifted += 2 * kBlockK;
+  }
+  if (count == 1) store_pair<1>(x, grid_of<1>(x), out, shifted);
 }
 
-TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act16* out) {
-  for (int64_t b = 0; b < count; ++b) quantize_block(x + b * kBlockK, out + b);
+// `count` blocks of row `row` from block `first` on.
+template <class Act>
+TELLIN_INLINE void quantize_blocks(const float* x, int64_t first, int64_t count, int64_t row,
+                                   const QuantizedRows& rows) {
+  uint8_t* const target = rows.data + row * rows.row_bytes;
+  Act* const out = reinterpret_cast<Act*>(target) + first;
+  if constexpr (Act::kPlanes == 1) {
+    quantize_records(x, count, out, target + shifted_offset(rows.row_bytes) + first * kBlockK);
+  } else {
+    for (int64_t b = 0; b < count; ++b) quantize_block(x + b * kBlockK, out + b);
+  }
+}
+
+// Blocks of zeros from block `first` to a row's end.
+template <class Act>
+void pad_blocks(int64_t k, int64_t first, int64_t row, const QuantizedRows& out) {
+  uint8_t* const target = out.data + row * out.row_bytes;
+  const int64_t num_blocks = (k + 255) / 256 * 8;
+  for (int64_t b = first; b < num_blocks; ++b) store_zero_record(reinterpret_cast<Act*>(target) + b);
+  if constexpr (Act::kPlanes == 1) {
+    __builtin_memset(target + shifted_offset(out.row_bytes) + first * kBlockK, 128,
+                     static_cast<size_t>((num_blocks - first) * kBlockK));
+  }
 }
 
 template <class Act>
-void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
-  auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
-  const int64_t num_blocks = (k + 255) / 256 * 8, full = k / kBlockK;
-  quantize_blocks(x, full, blocks);
-  __builtin_memset(blocks + full, 0, static_cast<size_t>(num_blocks - full) * sizeof(Act));
-  if (k % kBlockK == 0) return;
-  float last[kBlockK] = {};
-  __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
-  quantize_blocks(last, 1, blocks + full);
+void quantize_whole_row(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
+  int64_t full = k / kBlockK;
+  quantize_blocks<Act>(x, 0, full, row, out);
+  if (k % kBlockK != 0) {
+    float last[kBlockK] = {};
+    __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
+    quantize_blocks<Act>(last, full++, 1, row, out);
+  }
+  pad_blocks<Act>(k, full, row, out);
 }
 
 void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
   if (precision == ActPrecision::kInt8) {
-    quantize_records<Act8>(x, k, row, out);
+    quantize_whole_row<Act8>(x, k, row, out);
   } else {
-    quantize_records<Act16>(x, k, row, out);
+    quantize_whole_row<Act16>(x, k, row, out);
   }
 }
 
 void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
                    const QuantizedRows& out) {
-  uint8_t* target = out.data + row * out.row_bytes;
   const int64_t first = begin / kBlockK, count = (end - begin) / kBlockK;
   if (precision == ActPrecision::kInt8) {
-    quantize_blocks(x + begin, count, reinterpret_cast<Act8*>(target) + first);
+    quantize_blocks<Act8>(x + begin, first, count, row, out);
   } else {
-    quantize_blocks(x + begin, count, reinterpret_cast<Act16*>(target) + first);
+    quantize_blocks<Act16>(x + begin, first, count, row, out);
+  }
+}
+
+void pad_row(ActPrecision precision, int64_t k, int64_t row, const QuantizedRows& out) {
+  if (precision == ActPrecision::kInt8) {
+    pad_blocks<Act8>(k, k / kBlockK, row, out);
+  } else {
+    pad_blocks<Act16>(k, k / kBlockK, row, out);
   }
 }
 

@@ -5,48 +5,11 @@
 // sums back. With two planes the sum is that of the high plane, shifted, plus that of the low plane: exact
 // (32 * 127 * 255 * 128 < 2^31).
 #pragma once
-#include "codes.h"
+#include "int_tables.h"
 #include "tellin/linear.h"
 
 namespace tellin {
 namespace {
-
-TELLIN_INLINE __m512i broadcast_word(const void* p) {
-  int32_t word;
-  __builtin_memcpy(&word, p, sizeof word);
-  return _mm512_set1_epi32(word);
-}
-
-// A vector of equal words. kIsHere: it is made where it is used, and takes no register in a loop around it.
-template <bool kIsHere>
-TELLIN_INLINE __m512i repeat_word(int32_t word) {
-  if constexpr (kIsHere) asm volatile("" : "+r"(word));
-  return _mm512_set1_epi32(word);
-}
-
-// The current records of a tile's rows. Rows 3 apart get a pointer each, the two between are reached by
-// index: half the registers (the empty asm keeps the compiler from undoing this).
-template <class Act, int kTokens>
-struct ActRows {
-  const char* base[(kTokens + 2) / 3];
-  int64_t stride;
-
-  TELLIN_INLINE ActRows(const uint8_t* x, int64_t row_bytes) : stride(row_bytes) {
-    asm("" : "+r"(stride));
-#pragma GCC unroll 2
-    for (int i = 0; i < (kTokens + 2) / 3; ++i) {
-      base[i] = reinterpret_cast<const char*>(x + 3 * i * row_bytes);
-      asm("" : "+r"(base[i]));
-    }
-  }
-  TELLIN_INLINE const Act* block(int t) const {
-    return reinterpret_cast<const Act*>(base[t / 3] + t % 3 * stride);
-  }
-  TELLIN_INLINE void advance() {
-#pragma GCC unroll 2
-    for (int i = 0; i < (kTokens + 2) / 3; ++i) base[i] += sizeof(Act);
-  }
-};
 
 // Adds quad kQuad of a block's codes x plane kPlane of the activations to the integer sums.
 template <QuantType T, int kPlane, int kQuad, class Act, int kGroups, int kTokens>
@@ -66,13 +29,14 @@ TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActR
 // What the integer sums of a block or half (pair 0: block; 1, 2: halves) start with: the terms of the
 // activations' zero and of the codes' zero point.
 template <QuantType T, int kGroups, int kTokens>
-TELLIN_INLINE void begin_sums(const ActRows<Act8, kTokens>& x, int pair, const int32_t (&code_pair)[2][kRows],
+TELLIN_INLINE void begin_sums(const ActRows<Act8, kTokens>& x, int pair, const SumTables& tables,
                               __m512i (&sum)[kGroups][kTokens]) {
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
     const __m512i zero = broadcast_word(x.block(t)->zero_pair[pair]);
 #pragma GCC unroll 4
-    for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_madd_epi16(zero, _mm512_load_si512(code_pair[g]));
+    for (int g = 0; g < kGroups; ++g)
+      sum[g][t] = _mm512_madd_epi16(zero, _mm512_load_si512(tables.code_pair[g]));
   }
 }
 
@@ -87,7 +51,7 @@ TELLIN_INLINE __m512i zero_point_term(const Act16* block, int pair) {
 }
 
 template <QuantType T, int kGroups, int kTokens>
-TELLIN_INLINE void begin_sums(const ActRows<Act16, kTokens>& x, int pair, const int32_t (&)[2][kRows],
+TELLIN_INLINE void begin_sums(const ActRows<Act16, kTokens>& x, int pair, const SumTables&,
                               __m512i (&sum)[kGroups][kTokens]) {
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
@@ -99,10 +63,10 @@ TELLIN_INLINE void begin_sums(const ActRows<Act16, kTokens>& x, int pair, const 
 
 // Between the planes: what was summed counts 128-fold, and the start is added that one plane begins with.
 template <QuantType T, class Act, int kGroups, int kTokens>
-TELLIN_INLINE void shift_sums(const ActRows<Act, kTokens>& x, int pair, const int32_t (&code_pair)[2][kRows],
+TELLIN_INLINE void shift_sums(const ActRows<Act, kTokens>& x, int pair, const SumTables& tables,
                               __m512i (&sum)[kGroups][kTokens]) {
   __m512i start[kGroups][kTokens];
-  begin_sums<T>(x, pair, code_pair, start);
+  begin_sums<T>(x, pair, tables, start);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 4
@@ -131,10 +95,10 @@ TELLIN_INLINE void add_quads(const uint8_t* codes, size_t group_bytes, const Act
 // Sums of a tile that is not the first: `code_pair` is known.
 template <QuantType T, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void later_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                              const int32_t (&code_pair)[2][kRows], __m512i (&sum)[kGroups][kTokens]) {
+                              const SumTables& tables, __m512i (&sum)[kGroups][kTokens]) {
   constexpr int kPair = kHalf + 1;
   if constexpr (Act::kPlanes == 1) {
-    begin_sums<T>(x, kPair, code_pair, sum);
+    begin_sums<T>(x, kPair, tables, sum);
     add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
   } else {
 #pragma GCC unroll 8
@@ -143,7 +107,7 @@ TELLIN_INLINE void later_sums(const uint8_t* codes, size_t group_bytes, const Ac
       for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_setzero_si512();
     }
     add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
-    shift_sums<T>(x, kPair, code_pair, sum);
+    shift_sums<T>(x, kPair, tables, sum);
     add_quads<T, 1, kHalf>(codes, group_bytes, x, sum);
   }
 }
@@ -205,12 +169,11 @@ TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const
   }
 }
 
-// Sums of the first tile, in one walk over the codes. Computes `code_pair`: pairs (sum of codes - features *
-// zero point, zero point) in the rows' 32-bit lanes.
-template <QuantType T, int kHalf, class Act, int kGroups, int kTokens>
+// Sums of the first tile, in one walk over the codes. Leaves to later tiles what they need: tables, or
+// `code_pair`: pairs (sum of codes - features * zero point, zero point) in the rows' 32-bit lanes.
+template <QuantType T, TileKind kKind, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                              int32_t (&code_pair)[2][kRows], __m512i (&out)[kGroups][kTokens],
-                              const uint8_t* fetch) {
+                              SumTables& tables, __m512i (&out)[kGroups][kTokens], const uint8_t* fetch) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kPair = kHalf + 1;
   constexpr int kQuads = kHalf < 0 ? 8 : 4;
@@ -243,7 +206,10 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
       }
       const __m512i pair =
           _mm512_mask_blend_epi16(0xaaaaaaaa, code_sum[g], repeat_word<kIsTight>(kFormat.zero_point() << 16));
-      _mm512_store_si512(code_pair[g], pair);
+      _mm512_store_si512(tables.code_pair[g], pair);
+      if constexpr (kKind == TileKind::kMaker && kHasZeroTable<T>) {
+        make_zero_table<T>(code_sum[g], tables.zeros[g]);
+      }
 #pragma GCC unroll 8
       for (int t = 0; t < kTokens; ++t) {
         out[g][t] = _mm512_dpwssd_epi32(sum[0][g][t], broadcast_word(x.block(t)->zero_pair[kPair]), pair);
@@ -263,14 +229,16 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
 }
 
 // Exact sums of (codes - zero point) x whole activations over a block (kHalf < 0) or its half kHalf.
-template <QuantType T, bool kIsFirst, int kHalf, class Act, int kGroups, int kTokens>
+template <QuantType T, TileKind kKind, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void block_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                              int32_t (&code_pair)[2][kRows], __m512i (&sum)[kGroups][kTokens],
-                              const uint8_t* fetch) {
-  if constexpr (kIsFirst) {
-    first_sums<T, kHalf>(codes, group_bytes, x, code_pair, sum, fetch);
+                              SumTables& tables, __m512i (&sum)[kGroups][kTokens], const uint8_t* fetch) {
+  if constexpr (kKind == TileKind::kReader && kHasZeroTable<T>) {
+    look_up_starts<T>(x, kHalf + 1, tables, sum);
+    add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
+  } else if constexpr (kKind == TileKind::kLater || kKind == TileKind::kReader) {
+    later_sums<T, kHalf>(codes, group_bytes, x, tables, sum);
   } else {
-    later_sums<T, kHalf>(codes, group_bytes, x, code_pair, sum);
+    first_sums<T, kKind, kHalf>(codes, group_bytes, x, tables, sum, fetch);
   }
 }
 

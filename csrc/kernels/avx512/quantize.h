@@ -16,14 +16,17 @@ TELLIN_INLINE __m512i high_plane(__m512i v) {
   return _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(1 << (kPlaneShift - 1))), kPlaneShift);
 }
 
-// A block without a finite value of some size: zero, or all its outputs are NaN.
+// A block that is zero, or that makes all its outputs NaN.
 template <class Act>
 TELLIN_INLINE void store_special(__m512 a, __m512 b, Act* out) {
-  const __m512 largest = _mm512_set1_ps(__FLT_MAX__);
+  const __m512 largest = _mm512_set1_ps(Act::kPlanes == 1 ? kAct8LargestMagnitude : __FLT_MAX__);
   const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(a), largest, _CMP_LE_OQ) &
                            _mm512_cmp_ps_mask(_mm512_abs_ps(b), largest, _CMP_LE_OQ);
-  __builtin_memset(out, 0, sizeof *out);
-  if (finite != 0xffff) out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
+  if (finite == 0xffff) {
+    store_zero_record(out);
+  } else {
+    store_nan_record(out);
+  }
 }
 
 // ---- 15 bits ----
@@ -68,8 +71,60 @@ TELLIN_INLINE __m512 limits_of(__m512 a0, __m512 b0, __m512 a1, __m512 b1) {
   return _mm512_max_ps(limits, _mm512_permute_ps(limits, 0xb1));
 }
 
-// What follows q in both records. q + 128 is given; zero and scale are those of the lanes' block.
-TELLIN_INLINE __m512i record_ends(__m512i shifted, __m512i zero, __m512 scale) {
+// The place of m in {1, 1.25, 1.5, 1.75} of scales m * 2^e, from bit 0 on; greater bits are the exponent's.
+constexpr int kScalePlaceShift = 21;
+
+// The zeros of the lanes' block, and its scale. `limits`: see limits_of.
+struct Grid {
+  __m512i zero;
+  __m512 scale;
+  __m512 magnitude;
+};
+
+TELLIN_INLINE Grid grid_of(__m512 limits) {
+  const __m512 others = _mm512_shuffle_f32x4(limits, limits, 0xb1);
+  // Lanes [0, 4) of a block: of its greatest value; [4, 8): of minus the least, with all signs reversed.
+  const __m512 middle =
+      _mm512_div_ps(_mm512_mul_ps(_mm512_sub_ps(limits, others), _mm512_set1_ps(kAct8StepsPerMiddle)),
+                    _mm512_add_ps(limits, others));
+  const __m512 most = _mm512_set1_ps(kMostZeroSteps);
+  // The lesser magnitude, with the sign of the first.
+  const __m512i steps = _mm512_cvtps_epi32(_mm512_range_ps(middle, most, 2));
+  // By the low 4 bits of steps, and of steps + 8 for the least value, whose steps are negative.
+  const float* const up = kAct8Up + kMostZeroSteps;
+  const float* const down = kAct8Down + kMostZeroSteps;
+  const __m512 inverse_ends =
+      _mm512_setr_ps(up[0], up[1], up[2], up[3], 0, down[3], down[2], down[1], down[0], down[-1], down[-2],
+                     down[-3], 0, up[-3], up[-2], up[-1]);
+  const __m512i end = _mm512_setr_epi32(0, 0, 0, 0, 8, 8, 8, 8, 0, 0, 0, 0, 8, 8, 8, 8);
+  const __m512 needs =
+      _mm512_mul_ps(limits, _mm512_permutexvar_ps(_mm512_add_epi32(steps, end), inverse_ends));
+  const __m512i need = _mm512_castps_si512(_mm512_max_ps(needs, _mm512_shuffle_f32x4(needs, needs, 0xb1)));
+  const __m512i rest = _mm512_set1_epi32(kAct8ScaleRest);
+  const __m512i scale = _mm512_andnot_si512(rest, _mm512_add_epi32(need, rest));
+  const __m512i signed_zero = _mm512_slli_epi32(steps, 5);
+  static_assert(kZeroUnit == 1 << 5, "zeros are steps, shifted");
+  return {_mm512_shuffle_i64x2(signed_zero, signed_zero, 0xa0), _mm512_castsi512_ps(scale),
+          _mm512_max_ps(limits, others)};
+}
+
+// 1 / scale, correctly rounded as a division: that of m, its exponent less that of the scale.
+TELLIN_INLINE __m512 inverse_of(__m512 scale) {
+  const auto entry = [](int i) {
+    int32_t bits;
+    const float inverse = 1.0f / kAct8Scale[i];
+    __builtin_memcpy(&bits, &inverse, sizeof bits);
+    return bits + (127 << 23) + (i << kScalePlaceShift);
+  };
+  const __m512i bits = _mm512_castps_si512(scale);
+  const __m512i entries = _mm512_set4_epi32(entry(3), entry(2), entry(1), entry(0));
+  const __m512 sum =
+      _mm512_permutevar_ps(_mm512_castsi512_ps(entries), _mm512_srli_epi32(bits, kScalePlaceShift));
+  return _mm512_castsi512_ps(_mm512_sub_epi32(_mm512_castps_si512(sum), bits));
+}
+
+// What follows q in both records. q + 128 is given.
+TELLIN_INLINE __m512i record_ends(__m512i shifted, const Grid& grid) {
   // Sums of 8, then of 16 values: at dwords 0, 4, 8 and 12, with zeros behind them.
   const __m512i octets = _mm512_sad_epu8(shifted, _mm512_setzero_si512());
   const __m512i halves = _mm512_add_epi64(octets, _mm512_shuffle_epi32(octets, _MM_PERM_BADC));
@@ -84,69 +139,83 @@ TELLIN_INLINE __m512i record_ends(__m512i shifted, __m512i zero, __m512 scale) {
   // (-1, -sum, -sums of the halves), (-sum, -sums of the halves, 0)
   const __m512i negative = _mm512_sub_epi32(shifts, sums);
   const __m512i log2_counts = _mm512_setr_epi32(32, 5, 4, 4, 0, 0, 0, 0, 32, 5, 4, 4, 0, 0, 0, 0);
-  const __m512i whole = _mm512_sub_epi32(_mm512_sllv_epi32(zero, log2_counts), negative);
-  const __m512i scaled = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), scale));
-  const __m512i low_words =
-      _mm512_setr_epi32(0, 0, 0, 0, 0xffff, 0xffff, 0xffff, 0, 0, 0, 0, 0, 0xffff, 0xffff, 0xffff, 0);
-  const __m512i pairs = or_masked(_mm512_slli_epi32(negative, 16), zero, low_words);
-  return _mm512_mask_blend_epi32(0x0f0f, pairs, scaled);
+  const __m512i whole = _mm512_sub_epi32(_mm512_sllv_epi32(grid.zero, log2_counts), negative);
+  const __m512i scaled = _mm512_castps_si512(_mm512_mul_ps(_mm512_cvtepi32_ps(whole), grid.scale));
+  const __m512i pairs = or_masked(_mm512_slli_epi32(negative, 16), grid.zero, _mm512_set1_epi32(0xffff));
+  // (scale_offset, zero_offset): 64 times the scale's place, and twice the zero, from the least on.
+  const __m512i place = _mm512_srli_epi32(_mm512_castps_si512(grid.scale), kScalePlaceShift - 6);
+  const __m512i zeros = _mm512_add_epi32(_mm512_slli_epi32(grid.zero, 17),
+                                         _mm512_set1_epi32(kMostZeroSteps * kEntryBytes << 16));
+  static_assert(kEntryBytes == 1 << 6 && kEntryBytes == 2 * kZeroUnit, "offsets are shifted");
+  const __m512i offsets = or_masked(zeros, place, _mm512_set1_epi32(3 * kEntryBytes));
+  return _mm512_mask_blend_epi32(0x8080, _mm512_mask_blend_epi32(0x0f0f, pairs, scaled), offsets);
 }
 
-// Values [0, 16) and [16, 32) of two blocks; stores `count` records, one or two.
-TELLIN_INLINE void quantize_pair(__m512 a0, __m512 b0, __m512 a1, __m512 b1, int count, Act8* out) {
-  const __m512 limits = limits_of(a0, b0, a1, b1);
-  const __m512 others = _mm512_shuffle_f32x4(limits, limits, 0xb1);
-  const __m512 magnitude = _mm512_max_ps(limits, others);
-  const __m512 range = _mm512_max_ps(_mm512_add_ps(limits, others),
-                                     _mm512_mul_ps(magnitude, _mm512_set1_ps(kAct8Steps / kAct8LargestZero)));
-  const __m512 steps = _mm512_set1_ps(kAct8Steps);
-  // Lanes [0, 4) of a block: inverse scale; [4, 8): scale.
-  const __m512 quotients =
-      _mm512_div_ps(_mm512_mask_blend_ps(0xf0f0, steps, range), _mm512_mask_blend_ps(0xf0f0, range, steps));
-  const __m512 inverse = _mm512_shuffle_f32x4(quotients, quotients, 0xa0);
-  const __m512 negative_low = _mm512_shuffle_f32x4(limits, limits, 0xf5);
-  const __m512i zero =
-      _mm512_sub_epi32(_mm512_set1_epi32(128), _mm512_cvtps_epi32(_mm512_mul_ps(negative_low, inverse)));
+// Values [0, 16) and [16, 32) of two blocks.
+struct Pair {
+  __m512 a0, b0, a1, b1;
+};
 
-  const __m512 factor0 = _mm512_shuffle_f32x4(quotients, quotients, 0x00);
-  const __m512 factor1 = _mm512_shuffle_f32x4(quotients, quotients, 0xaa);
+TELLIN_INLINE Pair load_pair(const float* x) {
+  return {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16), _mm512_loadu_ps(x + 32), _mm512_loadu_ps(x + 48)};
+}
+
+TELLIN_INLINE Grid grid_of(const Pair& x) {
+  return grid_of(limits_of(x.a0, x.b0, x.a1, x.b1));
+}
+
+// Stores `count` records, one or two.
+TELLIN_INLINE void quantize_pair(const Pair& x, const Grid& grid, int count, Act8* out) {
+  const __m512 inverse = inverse_of(grid.scale);
+  const __m512 factor0 = _mm512_shuffle_f32x4(inverse, inverse, 0x00);
+  const __m512 factor1 = _mm512_shuffle_f32x4(inverse, inverse, 0xaa);
   const auto whole = [](__m512 v, __m512 factor) { return _mm512_cvtps_epi32(_mm512_mul_ps(v, factor)); };
-  const __m512i words0 = _mm512_packs_epi32(whole(a0, factor0), whole(b0, factor0));
-  const __m512i words1 = _mm512_packs_epi32(whole(a1, factor1), whole(b1, factor1));
+  const __m512i words0 = _mm512_packs_epi32(whole(x.a0, factor0), whole(x.b0, factor0));
+  const __m512i words1 = _mm512_packs_epi32(whole(x.a1, factor1), whole(x.b1, factor1));
   // Low bytes, modulo 256: the difference from the zero fits.
   const __m512i low_byte = _mm512_set1_epi16(255);
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i bytes = _mm512_permutexvar_epi32(
       order, _mm512_packus_epi16(_mm512_and_si512(words0, low_byte), _mm512_and_si512(words1, low_byte)));
-  const __m512i q = _mm512_sub_epi8(bytes, _mm512_shuffle_epi8(zero, _mm512_setzero_si512()));
-  const __m512i ends = record_ends(_mm512_xor_si512(q, _mm512_set1_epi8(-128)), zero,
-                                   _mm512_shuffle_f32x4(quotients, quotients, 0xf5));
+  const __m512i q = _mm512_sub_epi8(bytes, _mm512_shuffle_epi8(grid.zero, _mm512_setzero_si512()));
+  const __m512i ends = record_ends(_mm512_xor_si512(q, _mm512_set1_epi8(-128)), grid);
   _mm512_storeu_si512(out, _mm512_shuffle_i64x2(q, ends, 0x44));
   if (count == 2) _mm512_storeu_si512(out + 1, _mm512_shuffle_i64x2(q, ends, 0xee));
 
-  // Whole values are within +-32001, but for those of NaN and infinities, which are -2^31.
+  // Whole values are within +-256, but those of NaN are -2^31; the limits may hide a NaN.
   const __m512i least = _mm512_set1_epi16(-32768);
-  const __mmask16 tiny = _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(kTinyAct), _CMP_NGE_UQ);
-  const __mmask32 special =
-      _mm512_cmpeq_epi16_mask(words0, least) | _mm512_cmpeq_epi16_mask(words1, least) | tiny;
-  if (__builtin_expect(special != 0, 0)) {
-    if (_mm512_cmpeq_epi16_mask(words0, least) != 0 || (tiny & 1) != 0) store_special(a0, b0, out);
-    if (count == 2 && (_mm512_cmpeq_epi16_mask(words1, least) != 0 || tiny >> 8 != 0)) {
-      store_special(a1, b1, out + 1);
-    }
+  const __mmask32 nan0 = _mm512_cmpeq_epi16_mask(words0, least);
+  const __mmask32 nan1 = _mm512_cmpeq_epi16_mask(words1, least);
+  const __mmask16 outside =
+      _mm512_cmp_ps_mask(grid.magnitude, _mm512_set1_ps(kTinyAct8), _CMP_NGE_UQ) |
+      _mm512_cmp_ps_mask(grid.magnitude, _mm512_set1_ps(kAct8LargestMagnitude), _CMP_NLE_UQ);
+  if (__builtin_expect((nan0 | nan1 | outside) != 0, 0)) {
+    if (nan0 != 0 || (outside & 1) != 0) store_special(x.a0, x.b0, out);
+    if (count == 2 && (nan1 != 0 || outside >> 8 != 0)) store_special(x.a1, x.b1, out + 1);
   }
 }
 
 // ---- rows ----
 
 TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act8* out) {
-  for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2) {
-    quantize_pair(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16), _mm512_loadu_ps(x + 32),
-                  _mm512_loadu_ps(x + 48), 2, out);
+  if (count >= 2) {
+    // A pair's grid is a long chain: it is found beside what the pair before stores.
+    Pair next = load_pair(x);
+    Grid next_grid = grid_of(next);
+    for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2) {
+      const Pair pair = next;
+      const Grid grid = next_grid;
+      if (count >= 4) {
+        next = load_pair(x + 2 * kBlockK);
+        next_grid = grid_of(next);
+      }
+      quantize_pair(pair, grid, 2, out);
+    }
   }
   if (count == 1) {
     const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-    quantize_pair(a, b, a, b, 1, out);
+    const Pair pair = {a, b, a, b};
+    quantize_pair(pair, grid_of(pair), 1, out);
   }
 }
 
@@ -165,7 +234,7 @@ void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRow
   float last[kBlockK] = {};
   __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
   quantize_blocks(last, 1, blocks + full);
-  __builtin_memset(blocks + full + 1, 0, static_cast<size_t>(num_blocks - full - 1) * sizeof(Act));
+  for (int64_t b = full + 1; b < num_blocks; ++b) store_zero_record(blocks + b);
 }
 
 void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row, const QuantizedRows& out) {

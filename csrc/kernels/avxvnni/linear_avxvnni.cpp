@@ -59,13 +59,14 @@ constexpr LinearKernels kTable = {"avxvnni",
                                   nullptr,
                                   nullptr,
                                   nullptr,
-                                  nullptr,
+                                  extended_row_bytes,
                                   quantize_row,
                                   linear_int_any<Act8>,
                                   linear_int_any<Act16>,
                                   linear_f32_any,
                                   nullptr,
-                                  quantize_part};
+                                  quantize_part,
+                                  pad_row};
 
 }  // namespace
 

@@ -4,7 +4,7 @@
 // in L1 and its scales to floats, then every tile of tokens runs over the chunk, its float accumulators
 // parked in L1. 16 bytes of activations serve four quads: sdot takes its second operand from a lane.
 //
-// A value is the same sequence of roundings as in the AVX-512 variant (see avx512/linear_int.h).
+// A value is the same sequence of roundings as in the other variants with vectors.
 #pragma once
 #include "codes.h"
 #include "tellin/linear.h"
@@ -108,15 +108,22 @@ TELLIN_INLINE void add_block(const int8_t (*codes)[kVectorBytes], const Act* x, 
                              const int32_t (*code_sum)[kRows], float* acc) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kLast = kFormat.per16() ? 1 : 0;
+  constexpr bool kExact = Act::kPlanes == 1;  // the product of the scales is
   int32x4_t sum[kTokens][kQuarters];
-  float32x4_t product[kTokens][kQuarters];
+  float32x4_t product[kTokens][kQuarters];  // of the first half; exact: acc with it
   if constexpr (kFormat.per16()) {
     integer_sums<T, 0>(codes, x, row_bytes, code_sum[0], sum);
 #pragma GCC unroll 4
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 4
       for (int i = 0; i < kQuarters; ++i) {
-        product[t][i] = vmulq_f32(vcvtq_f32_s32(sum[t][i]), vld1q_f32(scale[0] + kQuarterRows * i));
+        const float32x4_t value = vcvtq_f32_s32(sum[t][i]), s = vld1q_f32(scale[0] + kQuarterRows * i);
+        if constexpr (kExact) {
+          const float32x4_t a = vld1q_f32(acc + t * kRows + kQuarterRows * i);
+          product[t][i] = vfmaq_f32(a, value, vmulq_n_f32(s, act_row(x, t, row_bytes)->scale));
+        } else {
+          product[t][i] = vmulq_f32(value, s);
+        }
       }
     }
     integer_sums<T, 1>(codes, x, row_bytes, code_sum[1], sum);
@@ -130,8 +137,14 @@ TELLIN_INLINE void add_block(const int8_t (*codes)[kVectorBytes], const Act* x, 
     for (int i = 0; i < kQuarters; ++i) {
       float* const a = acc + t * kRows + kQuarterRows * i;
       const float32x4_t value = vcvtq_f32_s32(sum[t][i]), s = vld1q_f32(scale[kLast] + kQuarterRows * i);
-      const float32x4_t p = kFormat.per16() ? vfmaq_f32(product[t][i], value, s) : vmulq_f32(value, s);
-      float32x4_t result = vfmaq_n_f32(vld1q_f32(a), p, block->scale);
+      float32x4_t result;
+      if constexpr (kExact) {
+        const float32x4_t before = kFormat.per16() ? product[t][i] : vld1q_f32(a);
+        result = vfmaq_f32(before, value, vmulq_n_f32(s, block->scale));
+      } else {
+        const float32x4_t p = kFormat.per16() ? vfmaq_f32(product[t][i], value, s) : vmulq_f32(value, s);
+        result = vfmaq_n_f32(vld1q_f32(a), p, block->scale);
+      }
       if constexpr (kFormat.has_min) {
         for (int h = 0; h <= kLast; ++h) {
           const float x_sum = kFormat.per16() ? block->half_sum[h] : block->sum;

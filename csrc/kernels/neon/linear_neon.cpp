@@ -65,7 +65,8 @@ constexpr LinearKernels kTable = {"neon",
                                   linear_int_any<Act16>,
                                   linear_f32_any,
                                   nullptr,
-                                  quantize_part};
+                                  quantize_part,
+                                  nullptr};
 
 }  // namespace
 

@@ -29,30 +29,39 @@ TELLIN_INLINE int32_t half_sum(const int32x4_t* v) {
   return vaddvq_s32(vaddq_s32(vaddq_s32(v[0], v[1]), vaddq_s32(v[2], v[3])));
 }
 
-TELLIN_INLINE void quantize_finite(const float32x4_t (&x)[kRegisters], float magnitude, Act8* out) {
+TELLIN_INLINE void quantize_finite(const float32x4_t (&x)[kRegisters], float, Act8* out) {
   float32x4_t lows = x[0], highs = x[0];
   for (int i = 1; i < kRegisters; ++i) {
     lows = vminq_f32(lows, x[i]);
     highs = vmaxq_f32(highs, x[i]);
   }
   const float low = vminvq_f32(lows), high = vmaxvq_f32(highs);
-  const float least = magnitude * (kAct8Steps / kAct8LargestZero);
-  const float range = high - low > least ? high - low : least;
-  const float inverse = kAct8Steps / range;
-  const int32_t zero = vcvtns_s32_f32(low * inverse) + 128;
+  constexpr float kMost = kMostZeroSteps;
+  const float middle = (high + low) * kAct8StepsPerMiddle / (high - low);
+  const int32_t steps = vcvtns_s32_f32(middle < -kMost ? -kMost : middle > kMost ? kMost : middle);
+  const int32_t zero = kZeroUnit * steps, entry = steps + kMostZeroSteps;
+  const float need_high = high * kAct8Up[entry], need_low = -low * kAct8Down[entry];
+  const float need = need_high > need_low ? need_high : need_low;
+  uint32_t bits;
+  __builtin_memcpy(&bits, &need, sizeof bits);
+  bits = (bits + kAct8ScaleRest) & ~kAct8ScaleRest;
+  float scale;
+  __builtin_memcpy(&scale, &bits, sizeof scale);
+  const float inverse = 1.0f / scale;
   int32x4_t q[kRegisters];
   for (int i = 0; i < kRegisters; ++i) {
     q[i] = vsubq_s32(vcvtnq_s32_f32(vmulq_n_f32(x[i], inverse)), vdupq_n_s32(zero));
   }
   store_plane(q, out->q[0]);
   const int32_t sum0 = half_sum(q), sum1 = half_sum(q + 4);
-  store_sums(range / kAct8Steps, zero, sum0, sum1, out);
+  store_sums(scale, zero, sum0, sum1, out);
   const int32_t sums[3] = {sum0 + sum1, sum0, sum1};
   for (int i = 0; i < 3; ++i) {
     out->zero_pair[i][0] = static_cast<int16_t>(zero);
     out->zero_pair[i][1] = static_cast<int16_t>(-sums[i]);
   }
-  out->reserved = 0;
+  out->scale_offset = static_cast<uint16_t>((bits >> 21 & 3) * kEntryBytes);
+  out->zero_offset = static_cast<uint16_t>(entry * kEntryBytes);
 }
 
 TELLIN_INLINE void quantize_finite(const float32x4_t (&x)[kRegisters], float magnitude, Act16* out) {
@@ -73,21 +82,24 @@ TELLIN_INLINE void quantize_finite(const float32x4_t (&x)[kRegisters], float mag
 
 template <class Act>
 TELLIN_INLINE void quantize_block(const float* x, Act* out) {
+  constexpr bool kEight = Act::kPlanes == 1;
+  constexpr float kLargest = kEight ? kAct8LargestMagnitude : __FLT_MAX__;
   float32x4_t v[kRegisters], magnitudes = vdupq_n_f32(0);
   uint32x4_t finite = vdupq_n_u32(0xffffffffu);
   for (int i = 0; i < kRegisters; ++i) {
     v[i] = vld1q_f32(x + 4 * i);
     const float32x4_t a = vabsq_f32(v[i]);
-    finite = vandq_u32(finite, vcleq_f32(a, vdupq_n_f32(__FLT_MAX__)));
+    finite = vandq_u32(finite, vcleq_f32(a, vdupq_n_f32(kLargest)));
     magnitudes = vmaxq_f32(magnitudes, a);
   }
   const float magnitude = vmaxvq_f32(magnitudes);
   const bool is_finite = vminvq_u32(finite) != 0;
-  if (__builtin_expect(is_finite && magnitude >= kTinyAct, 1)) {
+  if (__builtin_expect(is_finite && magnitude >= (kEight ? kTinyAct8 : kTinyAct), 1)) {
     quantize_finite(v, magnitude, out);
+  } else if (is_finite) {
+    store_zero_record(out);
   } else {
-    __builtin_memset(out, 0, sizeof *out);
-    if (!is_finite) out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = __builtin_nanf("");
+    store_nan_record(out);
   }
 }
 

@@ -108,6 +108,29 @@ int32_t whole_value(const Act16& x, int i) {
   return x.q[0][i] * (1 << kPlaneShift) + x.q[1][i];
 }
 
+// acc += sum * scale of weights * scale of activations, of one scale or of two. The product of the scales is
+// exact in 8 bits; in 15 bits the sum is multiplied by the scale of weights first.
+template <bool kPer16>
+void add_scaled(const int32_t (&sums)[2][kRows], const Block& w, const Act8& x, int r, float* acc) {
+  if (kPer16) {
+    *acc += static_cast<float>(sums[0][r]) * (x.scale * w.scale[0][r]);
+    *acc += static_cast<float>(sums[1][r]) * (x.scale * w.scale[1][r]);
+  } else {
+    *acc += static_cast<float>(sums[0][r] + sums[1][r]) * (x.scale * w.scale[0][r]);
+  }
+}
+
+template <bool kPer16>
+void add_scaled(const int32_t (&sums)[2][kRows], const Block& w, const Act16& x, int r, float* acc) {
+  if (kPer16) {
+    float t = static_cast<float>(sums[0][r]) * w.scale[0][r];
+    t += static_cast<float>(sums[1][r]) * w.scale[1][r];
+    *acc += t * x.scale;
+  } else {
+    *acc += static_cast<float>(sums[0][r] + sums[1][r]) * w.scale[0][r] * x.scale;
+  }
+}
+
 // acc[16] += block * activations. Order: the block's integer sums, scaled and added, then the minima.
 template <QuantType T, class Act>
 void accumulate_block(const Block& w, const Act& x, float* acc) {
@@ -125,17 +148,12 @@ void accumulate_block(const Block& w, const Act& x, float* acc) {
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    if constexpr (kFormat.per16()) {
-      float t = static_cast<float>(sums[0][r]) * w.scale[0][r];
-      t += static_cast<float>(sums[1][r]) * w.scale[1][r];
-      acc[r] += t * x.scale;
-      if (kFormat.has_min) {
-        acc[r] += w.minimum[0][r] * x.half_sum[0];
-        acc[r] += w.minimum[1][r] * x.half_sum[1];
-      }
-    } else {
-      acc[r] += static_cast<float>(sums[0][r] + sums[1][r]) * w.scale[0][r] * x.scale;
-      if (kFormat.has_min) acc[r] += w.minimum[0][r] * x.sum;
+    add_scaled<kFormat.per16()>(sums, w, x, r, acc + r);
+    if constexpr (kFormat.has_min && kFormat.per16()) {
+      acc[r] += w.minimum[0][r] * x.half_sum[0];
+      acc[r] += w.minimum[1][r] * x.half_sum[1];
+    } else if constexpr (kFormat.has_min) {
+      acc[r] += w.minimum[0][r] * x.sum;
     }
   }
 }
@@ -232,18 +250,34 @@ void store_sums(float scale, int zero, const int (&sums)[2], Act* out) {
   for (int h = 0; h < 2; ++h) out->half_sum[h] = scale * static_cast<float>(sums[h] + kBlockK / 2 * zero);
 }
 
-void quantize_finite(const float (&x)[kBlockK], float magnitude, Act8* out) {
+// Rounded up to three significant bits.
+float to_grid(float need) {
+  uint32_t bits;
+  std::memcpy(&bits, &need, sizeof bits);
+  bits = (bits + kAct8ScaleRest) & ~kAct8ScaleRest;
+  std::memcpy(&need, &bits, sizeof bits);
+  return need;
+}
+
+void quantize_finite(const float (&x)[kBlockK], float, Act8* out) {
   const float low = *std::min_element(x, x + kBlockK), high = *std::max_element(x, x + kBlockK);
-  const float range = std::max(high - low, magnitude * (kAct8Steps / kAct8LargestZero));
-  const float inverse = kAct8Steps / range;
-  const int zero = static_cast<int>(std::nearbyintf(low * inverse)) + 128;
+  const float most = kMostZeroSteps;
+  const float middle = (high + low) * kAct8StepsPerMiddle / (high - low);
+  const int steps = static_cast<int>(std::nearbyintf(std::clamp(middle, -most, most)));
+  const int zero = kZeroUnit * steps, entry = steps + kMostZeroSteps;
+  const float scale = to_grid(std::max(high * kAct8Up[entry], -low * kAct8Down[entry]));
+  const float inverse = 1.0f / scale;
+  uint32_t bits;
+  std::memcpy(&bits, &scale, sizeof bits);
+  out->scale_offset = static_cast<uint16_t>((bits >> 21 & 3) * kEntryBytes);
+  out->zero_offset = static_cast<uint16_t>(entry * kEntryBytes);
   int sums[2] = {0, 0};
   for (int i = 0; i < kBlockK; ++i) {
     const int q = static_cast<int>(std::nearbyintf(x[i] * inverse)) - zero;
     out->q[0][i] = static_cast<int8_t>(q);
     sums[i / 16] += q;
   }
-  store_sums(range / kAct8Steps, zero, sums, out);
+  store_sums(scale, zero, sums, out);
   for (auto& pair : out->zero_pair) pair[0] = static_cast<int16_t>(zero);
   out->zero_pair[0][1] = static_cast<int16_t>(-(sums[0] + sums[1]));
   out->zero_pair[1][1] = static_cast<int16_t>(-sums[0]);
@@ -267,16 +301,19 @@ void quantize_finite(const float (&x)[kBlockK], float magnitude, Act16* out) {
 
 template <class Act>
 void quantize_block(const float (&x)[kBlockK], Act* out) {
+  constexpr bool kEight = Act::kPlanes == 1;
+  constexpr float kLargest = kEight ? kAct8LargestMagnitude : std::numeric_limits<float>::max();
   float magnitude = 0.0f;
   bool finite = true;
   for (const float value : x) {
-    finite = finite && std::fabs(value) <= std::numeric_limits<float>::max();
+    finite = finite && std::fabs(value) <= kLargest;
     magnitude = std::max(magnitude, std::fabs(value));
   }
-  std::memset(out, 0, sizeof *out);
   if (!finite) {
-    out->scale = out->sum = out->half_sum[0] = out->half_sum[1] = std::numeric_limits<float>::quiet_NaN();
-  } else if (magnitude >= kTinyAct) {
+    store_nan_record(out);
+  } else if (magnitude < (kEight ? kTinyAct8 : kTinyAct)) {
+    store_zero_record(out);
+  } else {
     quantize_finite(x, magnitude, out);
   }
 }
@@ -374,7 +411,8 @@ const LinearKernels* portable_linear_table() {
                                       linear_int_any<Act16>,
                                       linear_f32_any,
                                       nullptr,
-                                      quantize_part};
+                                      quantize_part,
+                                      nullptr};
   return &table;
 }
 

@@ -135,6 +135,10 @@ def dequantize_rows(
     Dequantises the rows of a file tensor (uint8 bytes) to out: [rows, k] float32.
     """
 
+def quantize_rows(
+    isa: str, x: NDArray[np.float32], precision: str = "int8"
+) -> NDArray[np.uint8]: ...
+
 class PackedLinear:
     """A weight matrix packed for one kernel variant."""
 
@@ -154,6 +158,7 @@ class PackedLinear:
     def num_groups(self) -> int: ...
     @property
     def packed_bytes(self) -> int: ...
+    def bytes(self) -> NDArray[np.uint8]: ...
 
 class Sampler:
     def __init__(self, num_ids: int, mode: int, isa: str | None = None) -> None: ...

@@ -41,8 +41,8 @@ _PACK_SLICE_BYTES = 8 << 20
 def resolve_activation_precision(name: str) -> str:
     """Arithmetic of an ``activation_precision`` setting: int8, mixed, int16 or float32.
 
-    ``default`` is int8: asymmetric steps per 32 values, whose divergence from float32 is a half to
-    a fifth of llama.cpp's (``python -m benchmarks fidelity``). ``mixed`` is int8 but for the value
+    ``default`` is int8: asymmetric steps per 32 values, whose divergence from float32 is 0.6 to 0.2
+    times llama.cpp's (``python -m benchmarks fidelity``). ``mixed`` is int8 but for the value
     projections and the output layer, a few percent of a large model's work, where half of that
     divergence comes from. ``high`` is int16 (15 bits): as good as float32 at twice the
     multiplications of int8, which costs prefill and large batches; one stream waits for memory

@@ -89,6 +89,7 @@ bool parts_equal(const LinearKernels& kernels, ActPrecision precision, const std
   const QuantizedRows parts = {storage, rows.row_bytes};
   for (int64_t m = 0; m < kTokens; ++m) {
     const float* row = &x[static_cast<size_t>(m * k)];
+    kernels.pad_row(precision, k, m, parts);
     kernels.quantize_part(precision, row, 3 * kActBlock, k, m, parts);
     kernels.quantize_part(precision, row, 0, 3 * kActBlock, m, parts);
   }
