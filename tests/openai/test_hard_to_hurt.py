@@ -325,6 +325,21 @@ def test_sigterm_aborts_what_outlives_the_drain(serve: Serve) -> None:
         sock.close()
 
 
+def test_what_the_end_of_the_drain_finds_unanswered_is_told_so(serve: Serve) -> None:
+    with serve(*SLOW, "--drain-timeout", "0") as running:
+        sock = raw_request(running, ENDLESS | {"stream": False})
+        wait_until(lambda: live(running) > 0)
+        running.process.send_signal(signal.SIGTERM)
+        answer = b""
+        while data := sock.recv(4096):
+            answer += data
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b'"code":"service_unavailable"' in answer
+        assert running.process.wait(LIMIT_S) == 0
+        sock.close()
+    assert not any("Traceback" in line for line in running.log)
+
+
 def test_p29_death_of_the_core_ends_the_server(serve: Serve) -> None:
     with serve(*SLOW) as running:
         sock = raw_request(running, ENDLESS)

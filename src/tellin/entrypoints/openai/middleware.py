@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tellin.entrypoints.openai.errors import ApiError, to_api_error
+from tellin.entrypoints.openai.errors import ApiError, not_ready, to_api_error
 from tellin.entrypoints.openai.hosts import host_check
 from tellin.entrypoints.openai.http import CLIENT_CLOSED_REQUEST, error_reply
 from tellin.entrypoints.openai.http_metrics import HttpMetrics
@@ -78,6 +78,12 @@ class RequestLog:
                 logger.exception("request %s failed", request_id)
             if status:
                 raise  # the answer has begun: all that is left is to cut it off
+            await error_reply(answer)(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if status:
+                raise
+            # The server ends, and the time that open requests had is over.
+            answer = not_ready("the server is shutting down, and did not finish this request")
             await error_reply(answer)(scope, receive, send_with_id)
         finally:
             path = scope["path"]
