@@ -113,6 +113,35 @@ def test_chunks_are_written_until_the_client_is_too_slow() -> None:
     exchange(60.0, talk, stream)
 
 
+def test_no_chunks_are_written_to_a_client_that_went_away(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Also before the loop has had a turn to learn it; asyncio warns of each such write."""
+    went = asyncio.Event()
+    num_written = 0
+    client: list[socket.socket] = []
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_written
+        writer = scope["extensions"][EXTENSION]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        client[0].shutdown(socket.SHUT_RDWR)
+        while num_written < 100 and writer.can_write():
+            writer.write(b"next")
+            num_written += 1
+        went.set()
+
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client.append(writer.get_extra_info("socket"))
+        writer.write(REQUEST)
+        await went.wait()
+
+    exchange(60.0, talk, stream)
+    assert 1 <= num_written < 10
+    assert "socket.send() raised exception" not in caplog.text
+
+
 @pytest.mark.slow
 def test_the_server_does_not_keep_silent_connections(server: Server) -> None:
     """Half a minute after the connection was made."""

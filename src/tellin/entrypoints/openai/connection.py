@@ -32,6 +32,7 @@ class ChunkWriter:
             or not cycle.chunked_encoding
             or cycle.response_complete
             or cycle.disconnected
+            or cycle.transport.is_closing()  # known a turn of the loop earlier
         )
 
     def write(self, data: bytes) -> None:
