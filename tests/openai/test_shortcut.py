@@ -133,14 +133,20 @@ def test_out_28_events_keep_their_order_however_slow_the_client_is(schedule: lis
 def test_a_failure_to_encode_is_the_streams_own() -> None:
     """It comes out of the stream that it belongs to, and not out of the output handler."""
 
+    num_offered = 0
+
     async def run() -> None:
         def fail(output: RequestOutput) -> bool:
+            nonlocal num_offered
+            num_offered += 1
             raise ValueError("no")
 
         collector = RequestOutputCollector(RequestOutputKind.DELTA, fail)
         collector.put(an_output("a"))
         with pytest.raises(ValueError, match="no"):
             await collector.get()
+        collector.put(an_output("b"))  # before the request is aborted
+        assert num_offered == 1  # with "a" missing, "b" must not be sent
 
     asyncio.run(run())
 

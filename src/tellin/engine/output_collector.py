@@ -37,6 +37,7 @@ class RequestOutputCollector:
                         return
                 except Exception as error:  # the consumer's own: it gets it, and nobody else
                     output = error
+                    self._tap = None  # nothing may follow what is missing now
             self._slot = output
         elif isinstance(waiting, Exception):
             return
