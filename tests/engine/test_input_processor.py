@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -301,6 +303,25 @@ def test_chat_template_of_engine_and_of_request() -> None:
     assert renderer.render_chat(conversation, chat)[1][0]["prompt"] == "R:x"
     chat = ChatParams(chat_template="R:{{ extra }}", chat_template_kwargs={"extra": "!"})
     assert renderer.render_chat(conversation, chat)[1][0]["prompt"] == "R:!"
+
+
+def test_only_the_engines_own_template_runs_in_the_event_loop() -> None:
+    """A template that comes with a request is a program of unknown length."""
+    renderer = gate(chat_template="E:{{ messages[0].content }}").renderer
+    threads: list[threading.Thread] = []
+    render = renderer.render_chat
+
+    def note_thread(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return render(*args)
+
+    renderer.render_chat = note_thread  # type: ignore[method-assign]
+    conversations = [[{"role": "user", "content": "hi"}]]
+    asyncio.run(renderer.render_chat_async(conversations))
+    own = ChatParams(chat_template="R:{{ messages[0].content }}")
+    asyncio.run(renderer.render_chat_async(conversations, own))
+    assert threads[0] is threading.main_thread()
+    assert threads[1] is not threading.main_thread()
 
 
 # ---------------------------------------------------------------------- parameters

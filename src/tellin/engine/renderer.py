@@ -364,11 +364,16 @@ class Renderer:
         tok_params: TokenizeParams | None = None,
         prompt_extras: Mapping[str, Any] | None = None,
     ) -> tuple[list[list[dict[str, Any]]], list[RenderedPrompt]]:
-        """`render_chat`; in a thread where long texts would hold up the event loop."""
+        """`render_chat`; in a thread where long texts would hold up the event loop.
+
+        So would a template that comes with a request: nobody knows how long it runs.
+        """
         import asyncio
 
         chat = chat_params or ChatParams()
-        if _is_short(conversations, chat.chat_template, chat.tools, chat.chat_template_kwargs):
+        if chat.chat_template is None and _is_short(
+            conversations, chat.tools, chat.chat_template_kwargs
+        ):
             return self.render_chat(conversations, chat_params, tok_params, prompt_extras)
         return await asyncio.to_thread(
             self.render_chat, conversations, chat_params, tok_params, prompt_extras
