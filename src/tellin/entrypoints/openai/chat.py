@@ -23,16 +23,15 @@ from tellin.entrypoints.openai.replies import (
 from tellin.entrypoints.openai.requests import ChatCompletionRequest
 from tellin.entrypoints.openai.sampling import check_best_of, make_sampling_params, split_n
 from tellin.entrypoints.openai.serving import (
-    DONE,
     Job,
     ServingContext,
     TextSplice,
     UsageCounter,
-    error_event,
     event,
     make_jobs,
     new_id,
     run_jobs,
+    stream_events,
 )
 from tellin.entrypoints.openai.shortcut import Shortcut
 from tellin.entrypoints.openai.tools import ToolPlan, plan_tools, wants_json
@@ -138,22 +137,10 @@ class PreparedChat:
         if self._wants_usage:
             yield self._usage_chunk()
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """`chunks` as server-sent events. An error before the first one is raised."""
-        has_begun = False
-        try:
-            async with aclosing(self._outputs()) as stream:
-                async for job, output in stream:
-                    if data := self.encode(job, output):
-                        has_begun = True
-                        yield data
-            if self._wants_usage:
-                yield event(self._usage_chunk())
-        except Exception as error:
-            if not has_begun:
-                raise
-            yield error_event(error)
-        yield DONE
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it grows, as server-sent events; see `stream_events`."""
+        last_event = self._usage_event if self._wants_usage else None
+        return stream_events(self._outputs(), self.encode, last_event)
 
     def encode(self, job: Job, output: RequestOutput) -> bytes:
         """Events of an output, joined; empty if there is nothing to show."""
@@ -190,6 +177,9 @@ class PreparedChat:
         elif self._wants_usage:
             chunk.usage = None
         return chunk
+
+    def _usage_event(self) -> bytes:
+        return event(self._usage_chunk())
 
     def _usage_chunk(self) -> ChatChunk:
         return ChatChunk(self.id, self.created, self.model_name, [], usage=self.usage.usage())

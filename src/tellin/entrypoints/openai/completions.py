@@ -14,18 +14,17 @@ from tellin.entrypoints.openai.replies import Completion, CompletionChoice, Comp
 from tellin.entrypoints.openai.requests import CompletionRequest
 from tellin.entrypoints.openai.sampling import check_best_of, make_sampling_params, split_n
 from tellin.entrypoints.openai.serving import (
-    DONE,
     Job,
     ServingContext,
     TextSplice,
     UsageCounter,
-    error_event,
     event,
     finish_reason,
     make_jobs,
     new_id,
     run_jobs,
     stop_reason,
+    stream_events,
 )
 from tellin.entrypoints.openai.shortcut import Shortcut
 from tellin.outputs import CompletionOutput, RequestOutput
@@ -83,25 +82,13 @@ class PreparedCompletion:
         choices.sort(key=lambda choice: choice.index)
         return self._reply(choices, self.usage.usage())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The answer as it grows, as server-sent events. An error before the first one is raised.
+    def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer as it grows, as server-sent events; see `stream_events`.
 
-        A last chunk without choices holds the usage, if wanted.
+        A last event without choices holds the usage, if wanted.
         """
-        has_begun = False
-        try:
-            async with aclosing(self._outputs()) as stream:
-                async for job, output in stream:
-                    if data := self.encode(job, output):
-                        has_begun = True
-                        yield data
-            if self._wants_usage:
-                yield event(self._reply([], self.usage.usage()))
-        except Exception as error:
-            if not has_begun:
-                raise
-            yield error_event(error)
-        yield DONE
+        last_event = self._usage_event if self._wants_usage else None
+        return stream_events(self._outputs(), self.encode, last_event)
 
     def encode(self, job: Job, output: RequestOutput) -> bytes:
         """Events of an output, joined; empty if there is nothing to show."""
@@ -126,6 +113,9 @@ class PreparedCompletion:
         if not self._continuous and not self._always:
             self._splices[index] = self._splice(index, reply)
         return event(reply)
+
+    def _usage_event(self) -> bytes:
+        return event(self._reply([], self.usage.usage()))
 
     def _splice(self, index: int, reply: Completion) -> TextSplice:
         example = self._reply([CompletionChoice(index, "")])

@@ -294,5 +294,35 @@ class TextSplice:
 _encode_text = msgspec.json.Encoder().encode
 
 
+async def stream_events(
+    outputs: AsyncGenerator[tuple[Job, RequestOutput], None],
+    encode: Callable[[Job, RequestOutput], bytes],
+    last_event: Callable[[], bytes] | None = None,
+) -> AsyncGenerator[bytes, None]:
+    """An answer as it grows, as server-sent events, ``[DONE]`` behind them.
+
+    An error before the first event is raised, a later one is an event.
+
+    Args:
+        outputs: of all jobs; closed when the events are.
+        encode: events of an output, joined; empty if it has nothing to show.
+        last_event: made when all outputs have come.
+    """
+    has_begun = False
+    try:
+        async with aclosing(outputs):
+            async for job, output in outputs:
+                if data := encode(job, output):
+                    has_begun = True
+                    yield data
+        if last_event is not None:
+            yield last_event()
+    except Exception as error:
+        if not has_begun:
+            raise
+        yield error_event(error)
+    yield DONE
+
+
 def error_event(error: BaseException) -> bytes:
     return event(to_api_error(error).body())
