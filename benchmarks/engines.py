@@ -2,6 +2,7 @@
 
 Each engine is a process of its own, in the Python environment the user named for it. Between its
 turns it is stopped (SIGSTOP), so that no idle engine's threads can disturb another's measurement.
+Before each turn it is awake for a moment, idle, as a process is that nobody stops.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ DRIVERS = {
     "transformers": ("transformers", ["benchmarks.drivers.hugging_face"]),
 }
 """Engine name: the package that must be importable, and the driver's command line."""
+
+
+IDLE_SECONDS = 0.5
+"""Awake and idle before each turn: for what an engine does while it has nothing to do."""
 
 
 class EngineFailedError(Exception):
@@ -101,6 +106,8 @@ class Engine:
 
     def measure(self, case: dict[str, Any], seed: int) -> dict[str, Any]:
         """One sample; ``others`` is the share of the machine that others used meanwhile."""
+        self._signal(signal.SIGCONT)
+        time.sleep(IDLE_SECONDS)
         quietness = Quietness(self._process.pid)
         result = self.call("measure", case=case, seed=seed)
         return result | {"others": quietness.others()}

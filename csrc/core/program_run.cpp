@@ -34,7 +34,7 @@ void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels) {
   if (rows > buffer.capacity) {
     const int64_t capacity = std::max(rows, std::min(2 * buffer.capacity, kPassRows));
     const auto bytes = static_cast<size_t>(capacity * buffer.stride) * sizeof(float);
-    buffer.memory = std::make_shared<MappedMemory>(bytes, /*huge_pages=*/buffer.exported);
+    buffer.memory = std::make_shared<MappedMemory>(bytes, /*huge_pages=*/true);
     const Buffer::Maxima& maxima = buffer.maxima;
     if (maxima.blocks > 0) {
       buffer.maxima.memory = std::make_shared<MappedMemory>(
@@ -45,7 +45,7 @@ void reserve(Buffer& buffer, int64_t rows, const LinearKernels& kernels) {
       Buffer::Quantized& quantized = buffer.quantized(precision);
       if (!quantized.used) continue;
       const auto row_bytes = static_cast<int64_t>(kernels.quantized_row_bytes(buffer.width, precision));
-      quantized.memory = MappedMemory(static_cast<size_t>(capacity * row_bytes), /*huge_pages=*/false);
+      quantized.memory = MappedMemory(static_cast<size_t>(capacity * row_bytes), /*huge_pages=*/true);
       quantized.rows = {quantized.memory.data(), row_bytes};
       for (int64_t row = 0; row < capacity; ++row)
         kernels.pad_row(precision, buffer.width, row, quantized.rows);

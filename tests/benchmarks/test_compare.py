@@ -41,6 +41,7 @@ LIMITS = {
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """tellin makes 400 tokens/s, a peer 100, a third cannot load, a fourth dies."""
     module = "tests.benchmarks.fake_driver"
+    monkeypatch.setattr(engines, "IDLE_SECONDS", 0.01)
     monkeypatch.setattr(
         engines,
         "DRIVERS",
@@ -85,6 +86,28 @@ def test_engine_is_stopped_between_its_turns() -> None:
         assert engine.call("info")["pid"] == pid
     finally:
         engine.close()
+
+
+@pytest.mark.usefixtures("fake")
+def test_engine_is_awake_before_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does in the background is done, as in a process that nobody stops."""
+    engine = Engine(spec("slow"))
+    pid = engine.call("info")["pid"]
+    states = []
+
+    def sleep(seconds: float) -> None:
+        real_sleep(0.05)
+        states.append((seconds, process_state(pid)))
+
+    real_sleep = time.sleep
+    monkeypatch.setattr(engines, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(time, "sleep", sleep)
+    try:
+        engine.measure(DECODE.to_json(), 1)
+    finally:
+        monkeypatch.undo()
+        engine.close()
+    assert states == [(0.5, "S")]
 
 
 @pytest.mark.usefixtures("fake")
