@@ -325,6 +325,22 @@ def test_sigterm_aborts_what_outlives_the_drain(serve: Serve) -> None:
         sock.close()
 
 
+def test_streams_that_outlive_the_drain_end_with_an_error(serve: Serve) -> None:
+    body = ENDLESS | {"stream": True}
+    lines: list[str] = []
+    with serve(*SLOW, "--drain-timeout", "0.3") as running:
+        with httpx.stream("POST", running.url + TEXT, json=body, timeout=LIMIT_S) as response:
+            for line in response.iter_lines():
+                if line and not lines:
+                    running.process.send_signal(signal.SIGTERM)
+                lines += [line] if line else []
+        assert running.process.wait(LIMIT_S) == 0
+    assert lines[-1] == "data: [DONE]"
+    assert '"code":"service_unavailable"' in lines[-2]
+    assert "aborted by the server, which is shutting down" in lines[-2]
+    assert not any("Traceback" in line for line in running.log)
+
+
 def test_what_the_end_of_the_drain_finds_unanswered_is_told_so(serve: Serve) -> None:
     with serve(*SLOW, "--drain-timeout", "0") as running:
         sock = raw_request(running, ENDLESS | {"stream": False})

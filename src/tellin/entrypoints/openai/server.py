@@ -12,6 +12,7 @@ import contextlib
 import gc
 import importlib
 import logging
+import math
 import signal
 import socket
 import sys
@@ -32,6 +33,8 @@ EXIT_ENGINE_DIED = 1
 WATCH_INTERVAL_S = 0.5
 LOG_INTERVAL_S = 10.0
 KEEP_ALIVE_S = 75
+ABORT_GRACE_S = 1
+"""For the answers of requests that the end of the drain aborts; then tasks are cancelled."""
 APP_MODULE = "tellin.entrypoints.openai.app"
 
 
@@ -117,6 +120,7 @@ class _Server(uvicorn.Server):
         self._context = context
         self._sock = sock
         self._on_start = on_start
+        self._drain: asyncio.Task[None] | None = None
         from tellin.entrypoints.openai.app import make_app
         from tellin.entrypoints.openai.connection import http_protocol
 
@@ -131,8 +135,7 @@ class _Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                # Beyond the deadline of the drain the tasks are cancelled, which aborts requests.
-                timeout_graceful_shutdown=max(1, round(context.config.drain_timeout_s)),
+                timeout_graceful_shutdown=math.ceil(context.config.drain_timeout_s) + ABORT_GRACE_S,
             )
         )
 
@@ -141,8 +144,10 @@ class _Server(uvicorn.Server):
         try:
             await self._serve([self._sock])
         finally:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            tasks = [task for task in (watch, self._drain) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -160,6 +165,12 @@ class _Server(uvicorn.Server):
         logger.info("shutting down: open requests have %g s", self._context.config.drain_timeout_s)
         self._context.is_draining = True
         self.should_exit = True
+        self._drain = asyncio.create_task(self._end_drain(), name="tellin-drain")
+
+    async def _end_drain(self) -> None:
+        """Abort what the drain leaves, so that every stream ends with an error and not midway."""
+        await asyncio.sleep(self._context.config.drain_timeout_s)
+        await self._context.engine.pause_generation(mode="abort", clear_cache=False)
 
     async def _watch(self) -> None:
         """End when the engine is dead; log statistics now and then."""

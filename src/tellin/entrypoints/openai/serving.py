@@ -216,7 +216,8 @@ async def _run_job(
             if output.error is not None:
                 raise output.error
             if any(completion.finish_reason == "abort" for completion in output.outputs):
-                raise not_ready("the request was aborted by the server")
+                ending = ", which is shutting down" if context.is_draining else ""
+                raise not_ready(f"the request was aborted by the server{ending}")
             yield output
 
 
