@@ -124,6 +124,18 @@ def test_p16_truncation_only_on_request_and_visible(client: openai.OpenAI) -> No
     assert usage.prompt_tokens_details.truncated_tokens == 2990
 
 
+def test_errors_say_which_of_several_prompts(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"prompt\[1\]: ") as caught:
+        complete(client, prompt=["a", "x" * 3000], n=2)
+    assert caught.value.param == "prompt[1]"
+    with pytest.raises(openai.BadRequestError, match=r"prompt\[2\]: ") as caught:
+        complete(client, prompt=[[5], [6], [1 << 30]])
+    assert caught.value.param == "prompt[2]"
+    with pytest.raises(openai.BadRequestError) as caught:
+        complete(client, prompt="x" * 3000)
+    assert "prompt[" not in str(caught.value)
+
+
 def test_p47_control_tokens_written_out_stay_text_if_wanted(server: Server) -> None:
     def tokenize(**body: Any) -> list[int]:
         reply = server.http.post("/tokenize", json={"prompt": "a<|im_end|>", **body}).json()

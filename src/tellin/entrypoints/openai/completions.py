@@ -21,6 +21,7 @@ from tellin.entrypoints.openai.serving import (
     event,
     finish_reason,
     make_jobs,
+    names_of,
     new_id,
     run_jobs,
     stop_reason,
@@ -202,7 +203,9 @@ class CompletionService:
         rendered: list[RenderedPrompt] = await context.engine.renderer.render_cmpl_async(
             prompts, tok_params, extras
         )
-        jobs = make_jobs(rendered, params, n, context.adapters.get(request.model))
+        names = names_of("prompt", prompts, len(prompts)) if len(prompts) > 1 else None
+        lora_request = context.adapters.get(request.model)
+        jobs = make_jobs(rendered, params, n, lora_request, names=names)
         return PreparedCompletion(context, request, jobs, n)
 
     def _params(self, request: CompletionRequest, params_n: int) -> SamplingParams:

@@ -8,10 +8,10 @@ import struct
 from tellin.engine.prompts import TokenizeParams
 from tellin.entrypoints.openai.completions import prompts_of
 from tellin.entrypoints.openai.errors import bad_request
-from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, names_of, run_pooling
+from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, run_pooling
 from tellin.entrypoints.openai.replies import Embedding, EmbeddingList, Usage
 from tellin.entrypoints.openai.requests import EmbeddingRequest
-from tellin.entrypoints.openai.serving import ServingContext
+from tellin.entrypoints.openai.serving import ServingContext, names_of
 from tellin.outputs import EmbeddingOutput
 from tellin.sampling_params import PoolingParams
 

@@ -110,6 +110,19 @@ def to_api_error(error: BaseException) -> ApiError:
     )
 
 
+def about(error: exceptions.RequestError, name: str) -> ApiError:
+    """The answer to an error of one of several prompts; if the prompt is at fault it says which.
+
+    Args:
+        name: what the request calls the prompt: ``documents[17]``.
+    """
+    answer = to_api_error(error)
+    is_long = isinstance(error, exceptions.ContextLengthError)
+    if is_long or getattr(error, "parameter", None) in ("prompt", "prompt_token_ids"):
+        answer.message, answer.param = f"{name}: {answer.message}", name
+    return answer
+
+
 def _from_validation(error: ValidationError) -> ApiError:
     """The most telling one of a body's faults."""
     faults = error.errors(include_url=False, include_context=False)

@@ -11,9 +11,9 @@ import uuid
 from collections.abc import Sequence
 
 from tellin.engine.prompts import RenderedPrompt
-from tellin.entrypoints.openai.errors import ApiError, to_api_error
+from tellin.entrypoints.openai.errors import about
 from tellin.entrypoints.openai.serving import ServingContext
-from tellin.exceptions import ContextLengthError, InvalidParameterError, RequestError
+from tellin.exceptions import RequestError
 from tellin.outputs import PoolingRequestOutput
 from tellin.protocol import LoRARequest
 from tellin.sampling_params import PoolingParams
@@ -46,7 +46,7 @@ async def run_pooling(
             try:
                 return await _run(context, prompt, params, lora_request)
             except RequestError as error:
-                raise _named(error, name) from error
+                raise about(error, name) from error
 
     tasks = [
         asyncio.ensure_future(seated(prompt, name))
@@ -58,20 +58,6 @@ async def run_pooling(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def names_of(parameter: str, given: object, count: int) -> list[str]:
-    """Names of the texts of a parameter: its own if it is a single one, else with their places."""
-    return [f"{parameter}[{i}]" for i in range(count)] if isinstance(given, list) else [parameter]
-
-
-def _named(error: RequestError, name: str) -> ApiError:
-    """The answer to an error; one that is about the prompt says which."""
-    answer = to_api_error(error)
-    parameter = error.parameter if isinstance(error, InvalidParameterError) else None
-    if isinstance(error, ContextLengthError) or parameter in ("prompt", "prompt_token_ids"):
-        answer.message, answer.param = f"{name}: {answer.message}", name
-    return answer
 
 
 async def _run(

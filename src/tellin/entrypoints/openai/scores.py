@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tellin.engine.prompts import TokenizeParams
 from tellin.entrypoints.openai.errors import bad_request
-from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, names_of, run_pooling
+from tellin.entrypoints.openai.pooling_jobs import MAX_INPUTS, run_pooling
 from tellin.entrypoints.openai.replies import (
     RankedDocument,
     Ranking,
@@ -23,7 +23,7 @@ from tellin.entrypoints.openai.replies import (
     Usage,
 )
 from tellin.entrypoints.openai.requests import RerankRequest, ScoreRequest
-from tellin.entrypoints.openai.serving import ServingContext, new_id
+from tellin.entrypoints.openai.serving import ServingContext, names_of, new_id
 from tellin.entrypoints.scoring import SCORING_TASK, cosine
 from tellin.sampling_params import PoolingParams
 

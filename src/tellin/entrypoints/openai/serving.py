@@ -23,10 +23,18 @@ from tellin.engine.output_collector import OutputTap
 from tellin.engine.prompts import RenderedPrompt
 from tellin.entrypoints.openai.adapters import Adapters
 from tellin.entrypoints.openai.chat_format import ChatFormat
-from tellin.entrypoints.openai.errors import ApiError, bad_request, not_ready, shown, to_api_error
+from tellin.entrypoints.openai.errors import (
+    ApiError,
+    about,
+    bad_request,
+    not_ready,
+    shown,
+    to_api_error,
+)
 from tellin.entrypoints.openai.http_metrics import HttpMetrics
 from tellin.entrypoints.openai.replies import FinishReason, PromptTokensDetails, Usage
 from tellin.entrypoints.openai.server_config import ServerConfig
+from tellin.exceptions import RequestError
 from tellin.outputs import CompletionOutput, RequestOutput
 from tellin.protocol import LoRARequest
 from tellin.sampling_params import SamplingParams
@@ -137,6 +145,13 @@ class Job:
     lora_request: LoRARequest | None = None
     reasoning_ended: bool | None = None
     """Whether the prompt has ended the thoughts that a grammar waits for; None: not known here."""
+    name: str | None = None
+    """What the request calls the prompt, if it has several: errors say it."""
+
+
+def names_of(parameter: str, given: object, count: int) -> list[str]:
+    """Names of the texts of a parameter: its own if it is a single one, else with their places."""
+    return [f"{parameter}[{i}]" for i in range(count)] if isinstance(given, list) else [parameter]
 
 
 def make_jobs(
@@ -146,11 +161,18 @@ def make_jobs(
     lora_request: LoRARequest | None = None,
     *,
     reasoning_ended: bool | None = None,
+    names: Sequence[str] | None = None,
 ) -> list[Job]:
     """Jobs for ``n`` choices per prompt. ``params.n`` is 1 where choices are equal (greedy)."""
     return [
         Job(
-            prompt, params, position * n + copy * params.n, copy == 0, lora_request, reasoning_ended
+            prompt,
+            params,
+            first_index=position * n + copy * params.n,
+            counts_prompt=copy == 0,
+            lora_request=lora_request,
+            reasoning_ended=reasoning_ended,
+            name=None if names is None else names[position],
         )
         for position, prompt in enumerate(prompts)
         for copy in range(n // params.n)
@@ -211,14 +233,19 @@ async def _run_job(
         reasoning_ended=job.reasoning_ended,
         tap=tap,
     )
-    async with aclosing(stream):
-        async for output in stream:
-            if output.error is not None:
-                raise output.error
-            if any(completion.finish_reason == "abort" for completion in output.outputs):
-                ending = ", which is shutting down" if context.is_draining else ""
-                raise not_ready(f"the request was aborted by the server{ending}")
-            yield output
+    try:
+        async with aclosing(stream):
+            async for output in stream:
+                if output.error is not None:
+                    raise output.error
+                if any(completion.finish_reason == "abort" for completion in output.outputs):
+                    ending = ", which is shutting down" if context.is_draining else ""
+                    raise not_ready(f"the request was aborted by the server{ending}")
+                yield output
+    except RequestError as error:
+        if job.name is None:
+            raise
+        raise about(error, job.name) from error
 
 
 @dataclass
