@@ -127,6 +127,7 @@ class EngineDeadError(EngineError):
     """The engine core died. Every open request is lost; make a new engine."""
 
     def __init__(self, reason: str = "") -> None:
+        self.reason = reason
         super().__init__(
             "the engine core died and cannot serve any more requests"
             + (f": {reason}" if reason else "")

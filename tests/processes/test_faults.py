@@ -25,6 +25,7 @@ from tellin.exceptions import (
     EngineDeadError,
     EngineOverloadedError,
     EngineStartError,
+    InvalidParameterError,
     RequestError,
     RequestTimeoutError,
 )
@@ -113,6 +114,7 @@ async def kill_async(args: EngineArgs, delay_s: float) -> float:
         seconds = killer.seconds_since()
         assert [type(result) for result in results] == [EngineDeadError] * 9, results
         assert engine.errored
+        assert str(engine.dead_error).count("the engine core died") == 1
         with pytest.raises(EngineDeadError):
             await engine.check_health()
         with pytest.raises(EngineDeadError):
@@ -288,6 +290,20 @@ def test_deadline_overload_and_bad_requests_hurt_nobody(
             for other in others:
                 await other.aclose()
             assert [o async for o in engine.generate("hi", SHORT)][-1].finished
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("timeout_s", ["1", float("nan"), float("inf"), -1.0, True])
+def test_a_deadline_that_is_none_is_refused_before_anything_is_queued(
+    timeout_s: Any, args: EngineArgs
+) -> None:
+    async def main() -> None:
+        async with AsyncLLM.from_engine_args(args, multiprocess_mode=False) as engine:
+            with pytest.raises(InvalidParameterError, match="timeout_s must be"):
+                await anext(engine.generate("hello", LONG, "x", timeout_s=timeout_s))
+            assert engine.output_processor.get_num_unfinished_requests() == 0
+            assert [o async for o in engine.generate("hello", SHORT, "x")][-1].finished
 
     asyncio.run(main())
 

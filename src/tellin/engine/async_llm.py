@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from tellin.checks import check_float
 from tellin.config import EngineArgs, EngineConfig
 from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engine_tokenizer
 from tellin.engine.control_checks import check_level, check_request_ids
@@ -46,6 +47,9 @@ from tellin.protocol import EngineCoreRequest, EngineCoreSnapshot, LoRARequest
 from tellin.sampling_params import PoolingParams, SamplingParams, StructuredOutputsParams
 
 logger = logging.getLogger("tellin.engine")
+
+MAX_TIMEOUT_S = 366 * 86_400.0
+"""Longest deadline: timers of an event loop take no infinite ones."""
 
 AnyOutput = TypeVar("AnyOutput", RequestOutput, PoolingRequestOutput)
 
@@ -282,7 +286,7 @@ class AsyncLLM:
 
         Args:
             request_id: the caller's id; default: a random one.
-            timeout_s: deadline in seconds from now.
+            timeout_s: deadline in seconds from now; at most a year.
             **kwargs: as in `add_request`.
 
         Raises:
@@ -315,6 +319,8 @@ class AsyncLLM:
         output_type: type[AnyOutput],
     ) -> AsyncGenerator[AnyOutput, None]:
         request_id = request_id if request_id is not None else uuid.uuid4().hex
+        if timeout_s is not None:
+            timeout_s = check_float("timeout_s", timeout_s, 0, MAX_TIMEOUT_S)
         internal_id, collector = await self.add_request(request_id, prompt, params, **kwargs)
         # One timer per request: one per output would cost more than handing the output over.
         timer = None if timeout_s is None else _start_timer(collector, timeout_s)
@@ -485,7 +491,11 @@ class AsyncLLM:
 
     @property
     def dead_error(self) -> EngineDeadError:
-        return EngineDeadError(str(self._handler.error or ""))
+        """Why requests cannot complete, for whoever asks after `errored`."""
+        error = self._handler.error
+        if isinstance(error, EngineDeadError):
+            return EngineDeadError(error.reason)
+        return EngineDeadError(str(error or ""))
 
     async def check_health(self, max_idle_s: float = 60.0) -> None:
         """Whether the engine makes progress.
