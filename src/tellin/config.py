@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
 from tellin.settings import Settings
@@ -224,13 +224,28 @@ class EngineConfig:
     reasoning_config: ReasoningConfig | None = None
 
 
+class _EngineArgsMeta(type):
+    """Construction takes what vLLM's takes: see `EngineArgs`."""
+
+    if not TYPE_CHECKING:  # checkers and editors are to see the constructor itself
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            return super().__call__(*args, **_accepted_engine_args(kwargs))
+
+
 @dataclass(frozen=True)
-class EngineArgs:
+class EngineArgs(metaclass=_EngineArgsMeta):
     """What a user may say about an engine: vLLM's names, and ours.
 
     Values are checked where they are resolved (`tellin.engine.arg_utils.create_engine_config`).
     Names that speak of a GPU are accepted as aliases: ``gpu_memory_utilization`` for
-    ``memory_utilization``, ``num_gpu_blocks_override`` for ``num_kv_blocks``.
+    ``memory_utilization``, ``num_gpu_blocks_override`` for ``num_kv_blocks``. None stands for the
+    default of what cannot be None. Names of vLLM's that need nothing here are taken and forgotten.
+
+    Raises (at construction):
+        InvalidParameterError: unknown name (the message has the nearest known one) or contradicting
+            aliases.
+        UnsupportedFeatureError: a name that vLLM knows for something this engine cannot do.
     """
 
     model: str | Path = ""
@@ -345,21 +360,8 @@ class EngineArgs:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineArgs:
-        """From names and values given by a user.
-
-        Raises:
-            InvalidParameterError: unknown name (the message has the nearest known one) or
-                contradicting aliases.
-            UnsupportedFeatureError: a name that vLLM knows for something this engine cannot do.
-        """
-        known = {item.name for item in fields(cls)}
-        accepted = {}
-        for name, value in values.items():
-            if name in known:
-                accepted[name] = value
-            elif name not in ENGINE_ARGS_WITHOUT_EFFECT and not _asks_for_nothing(name, value):
-                _raise_unknown_engine_arg(name, value, known)
-        return cls(**accepted)
+        """From names and values given by a user. Raises as the constructor."""
+        return cls(**values)
 
 
 ENGINE_ARG_ALIASES = {
@@ -371,6 +373,7 @@ ENGINE_ARGS_WITHOUT_EFFECT = frozenset(
     {
         "async_scheduling",
         "disable_custom_all_reduce",
+        "disable_log_requests",
         "enable_sleep_mode",
         "enforce_eager",
         "max_seq_len_to_capture",
@@ -378,11 +381,27 @@ ENGINE_ARGS_WITHOUT_EFFECT = frozenset(
     }
 )
 """Names from vLLM that need nothing here, whatever the value: there are no captured graphs, no
-ranks that reduce and no device to run ahead of, an engine can always sleep, and a model's code is
-never run."""
+ranks that reduce and no device to run ahead of, an engine can always sleep, a model's code is never
+run, and requests are not logged."""
 
-_UNSUPPORTED_ENGINE_ARGS = {
+UNSUPPORTED_ENGINE_ARGS = {
+    "attention_config": "there is one kernel, chosen for the processor; TELLIN_ISA forces another",
+    "config_format": "the file says what it is",
+    "enable_expert_parallel": "one process uses all cores",
+    "enable_log_requests": "what requests say is never logged",
+    "enable_prompt_embeds": "prompts are texts or token ids",
     "fully_sharded_loras": "one process uses all cores",
+    "hf_token": "the environment variable HF_TOKEN is read when a model is pulled",
+    "kv_events_config": "say where to publish with kv_events_endpoint",
+    "model_impl": "there is one implementation of each architecture",
+    "profiler_config": "start_profile() and stop_profile() need none",
+    "rope_scaling": "edit config.json instead",
+    "rope_theta": "edit config.json instead",
+    "scheduler_cls": "there is one scheduler; see scheduling_policy",
+    "spec_method": "write speculative_config={'method': ..., 'num_speculative_tokens': ...}",
+    "spec_model": "write speculative_config={'method': 'draft_model', 'model': ...}",
+    "spec_tokens": "write speculative_config={..., 'num_speculative_tokens': ...}",
+    "worker_cls": "give an executor of your own as distributed_executor_backend",
     "lora_extra_vocab_size": "adapters cannot add tokens",
     "reasoning_parser": "say where thoughts begin and end with reasoning_config",
     "quantization": "weights are used as they are stored; open an already quantised file",
@@ -407,33 +426,53 @@ _UNSUPPORTED_ENGINE_ARGS = {
 """Names from vLLM for what this engine does not do, and why or what else to write."""
 
 _NEUTRAL_ENGINE_ARGS: Mapping[str, tuple[Any, ...]] = {
+    "attention_config": ({},),
     "compilation_config": ({},),
+    "config_format": ("auto",),
     "convert": ("auto",),
     "cpu_offload_gb": (0,),
     "device": ("auto", "cpu"),
+    "enable_expert_parallel": (False,),
+    "enable_log_requests": (False,),
+    "enable_prompt_embeds": (False,),
     "fully_sharded_loras": (False,),
     "hf_overrides": ({},),
     "limit_mm_per_prompt": ({},),
     "load_format": ("auto",),
     "mm_processor_kwargs": ({},),
+    "model_impl": ("auto",),
     "reasoning_parser": ("",),
     "swap_space": (0,),
     "task": ("auto",),
     "tokenizer_mode": ("auto",),
+    "worker_cls": ("auto",),
 }
 """Values of those names that ask for what happens anyway; None always does."""
 
 
+def _accepted_engine_args(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are fields, without those that ask for what happens anyway."""
+    known = {item.name: "None" in str(item.type) for item in fields(EngineArgs)}
+    accepted = {}
+    for name, value in given.items():
+        if name in known:
+            if value is not None or known[name]:
+                accepted[name] = value
+        elif name not in ENGINE_ARGS_WITHOUT_EFFECT and not _asks_for_nothing(name, value):
+            _raise_unknown_engine_arg(name, value, set(known))
+    return accepted
+
+
 def _asks_for_nothing(name: str, value: Any) -> bool:
-    if name not in _UNSUPPORTED_ENGINE_ARGS:
+    if name not in UNSUPPORTED_ENGINE_ARGS:
         return False
     return value is None or value in _NEUTRAL_ENGINE_ARGS.get(name, ())
 
 
 def _raise_unknown_engine_arg(name: str, value: Any, known: set[str]) -> NoReturn:
-    if name in _UNSUPPORTED_ENGINE_ARGS:
+    if name in UNSUPPORTED_ENGINE_ARGS:
         raise UnsupportedFeatureError(
-            f"engine argument {name}={value!r} is not supported: {_UNSUPPORTED_ENGINE_ARGS[name]}"
+            f"engine argument {name}={value!r} is not supported: {UNSUPPORTED_ENGINE_ARGS[name]}"
         )
     import difflib
 

@@ -96,6 +96,23 @@ def test_unknown_names_are_refused_with_a_hint() -> None:
     create(async_scheduling=True)
 
 
+def test_engine_args_themselves_take_what_llm_takes() -> None:
+    args = EngineArgs(
+        "m",
+        enforce_eager=True,  # type: ignore[call-arg]
+        disable_log_requests=True,
+        worker_cls="auto",
+        max_num_seqs=None,  # type: ignore[arg-type]
+        enable_chunked_prefill=None,  # type: ignore[arg-type]
+        seed=None,
+    )
+    assert args == EngineArgs("m", seed=None)  # None is a seed: a random one
+    with pytest.raises(InvalidParameterError, match=r"'max_num_seq'; did you mean max_num_seqs\?"):
+        EngineArgs("m", max_num_seq=1)  # type: ignore[call-arg]
+    with pytest.raises(UnsupportedFeatureError, match="write speculative_config"):
+        EngineArgs("m", spec_method="ngram")  # type: ignore[call-arg]
+
+
 def test_names_of_vllm_with_values_that_ask_for_nothing_are_accepted() -> None:
     create(quantization=None, revision=None, swap_space=0, tokenizer_mode="auto", device="cpu")
     create(load_format="auto", task="auto", hf_overrides={}, cpu_offload_gb=0.0)
@@ -128,7 +145,7 @@ def test_a_grammar_backend_that_is_not_there_is_refused() -> None:
         ("memory_utilization", [0, 1.5, float("nan"), True]),
         ("num_kv_blocks", [1, 2.5]),
         ("kv_cache_dtype", ["fp8"]),
-        ("max_num_seqs", [0, None]),
+        ("max_num_seqs", [0, True]),
         ("max_num_batched_tokens", [0, 16]),
         ("stream_interval", [0]),
         ("max_model_len", [0, 513, 1.5]),
