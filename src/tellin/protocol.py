@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from tellin.checks import check_int, check_str
+from tellin.exceptions import InvalidParameterError
 from tellin.sampling_params import PoolingParams, SamplingParams
 from tellin.step_protocol import LogprobsLists
 
@@ -71,10 +73,10 @@ class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
     load_inplace: bool = False
 
     def __post_init__(self) -> None:
-        if self.lora_int_id < 1:
-            raise ValueError(f"lora_int_id must be at least 1, got {self.lora_int_id}")
-        if not self.lora_path:
-            raise ValueError("lora_path must not be empty")
+        for name in ("lora_name", "lora_path"):
+            if not check_str(name, getattr(self, name)):
+                raise InvalidParameterError(f"{name} must not be empty", parameter=name, value="")
+        check_int("lora_int_id", self.lora_int_id, 1)
 
     @property
     def name(self) -> str:

@@ -18,6 +18,7 @@ from tellin.exceptions import (
     AdapterError,
     AdapterNotFoundError,
     InvalidParameterError,
+    InvalidTypeError,
     RequestError,
     UnsupportedFeatureError,
 )
@@ -346,8 +347,10 @@ def test_7_1_1_requests() -> None:
     assert len({lora, LoRARequest("a", 4, "/b"), LoRARequest("b", 3, "/a")}) == 2
     with pytest.raises(ValueError, match="lora_int_id"):
         LoRARequest("a", 0, "/a")
-    with pytest.raises(ValueError, match="lora_path"):
+    with pytest.raises(InvalidParameterError, match="lora_path"):
         LoRARequest("a", 1, "")
+    with pytest.raises(InvalidTypeError, match="lora_int_id must be an integer, got '1'"):
+        LoRARequest("a", "1", "/a")  # type: ignore[arg-type]
 
 
 def test_p50_a_bad_adapter_fails_its_request_alone(models: Models, mixed: list[Any]) -> None:
