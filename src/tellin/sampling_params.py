@@ -527,12 +527,14 @@ class BeamSearchParams(msgspec.Struct, metaclass=HintingMeta, omit_defaults=True
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    """Text of a beam that has ended shows the end-of-sequence token."""
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         check_int("beam_width", self.beam_width, 1)
         check_int("max_tokens", self.max_tokens, 1)
         check_bool("ignore_eos", self.ignore_eos)
+        check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         self.temperature = check_float("temperature", self.temperature, 0, 2)
         self.length_penalty = check_float("length_penalty", self.length_penalty, -100, 100)
 

@@ -7,11 +7,13 @@ from typing import Any, ClassVar
 
 import pytest
 
+from tellin.entrypoints.beam_search import beam_score
 from tellin.entrypoints.llm import LLM
 from tellin.exceptions import (
     InvalidParameterError,
     UnsupportedFeatureError,
 )
+from tellin.outputs import BeamSearchSequence
 from tellin.protocol import EngineCoreRequest, FinishReason
 from tellin.sampling_params import (
     BeamSearchParams,
@@ -46,6 +48,22 @@ class BeamClient(FakeClient):
         rows = [best, *entries]
         output.new_token_ids = [best[0]]
         output.new_logprobs = LogprobsLists([[i for i, _ in rows]], [[p for _, p in rows]], [1])
+        return output
+
+
+EOS_TEXT = get("byte_level").decode(
+    [get("byte_level").eos_token_id or 0], skip_special_tokens=False
+)
+
+
+class EndingClient(FakeClient):
+    """Ends every sequence at once."""
+
+    def _next(self, request_id: str, steps: list[Any]) -> Any:
+        output = super()._next(request_id, steps)
+        eos = get("byte_level").eos_token_id or 0
+        output.new_token_ids = [eos]
+        output.new_logprobs = LogprobsLists([[eos, eos]], [[0.0, 0.0]], [1])
         return output
 
 
@@ -85,6 +103,37 @@ def test_beam4_end_of_sequence_completes_a_beam(make_engine: EngineMaker) -> Non
     ignoring = BeamSearchParams(beam_width=2, max_tokens=2, ignore_eos=True)
     (output,) = llm.beam_search("c", ignoring)
     assert all(len(beam.tokens) == 3 for beam in output.sequences)
+
+
+def test_beam5_no_end_of_sequence_counts_in_the_length(make_engine: EngineMaker) -> None:
+    """A model may have several; the score of a beam that ends with any of them is the same."""
+    beam = BeamSearchSequence([5, 6, 7], cum_logprob=-4.0)
+    assert beam_score(beam, 1.0, (9,)) == pytest.approx(-4 / 3)
+    assert beam_score(beam, 1.0, (9, 7)) == beam_score(beam, 1.0, (7,)) == -2.0
+    c, d, b = text_ids("cdb")
+    llm = LLM.from_engine(make_engine([[0]], client_class=BeamClient, eos_token_ids=(d, b)))
+    (output,) = llm.beam_search("a", BeamSearchParams(beam_width=2, max_tokens=1))
+    # log(0.4) / 2 > log(0.6) / 1, but log(0.6) / 2 would be the best.
+    assert [beam.tokens[-1] for beam in output.sequences] == [c, b]
+
+
+def test_beam1_text_shows_the_end_of_sequence_if_asked(make_engine: EngineMaker) -> None:
+    eos = get("byte_level").eos_token_id
+    assert eos is not None
+    engine = make_engine([[0]], client_class=EndingClient, eos_token_ids=(eos,))
+    llm = LLM.from_engine(engine)
+    for include in (False, True):
+        params = BeamSearchParams(beam_width=1, max_tokens=2, include_stop_str_in_output=include)
+        (output,) = llm.beam_search("a", params)
+        assert output.sequences[0].tokens[-1] == eos
+        assert output.sequences[0].text == (EOS_TEXT if include else "")
+
+
+def test_beam3_a_width_beyond_max_logprobs_is_refused_by_its_name(make_engine: EngineMaker) -> None:
+    llm = LLM.from_engine(make_engine([[0]], client_class=BeamClient))
+    with pytest.raises(InvalidParameterError, match=r"beam_width=11 needs max_logprobs=22 or more"):
+        llm.beam_search("a", BeamSearchParams(beam_width=11, max_tokens=1))
+    assert is_idle(llm)
 
 
 # ---------------------------------------------------------------------- pooling

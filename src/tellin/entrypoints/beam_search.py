@@ -6,7 +6,7 @@ Knows scores and beams; requests are run by the `LLM` like any others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from tellin.checks import check_int
 from tellin.engine.prompts import COMPLETION_TOKENIZE_PARAMS, RenderedPrompt, prompts_to_list
 from tellin.entrypoints.offline_runner import LoRAPerPrompt, RunOptions, one_per_prompt
 from tellin.entrypoints.progress import UseTqdm, rendering
-from tellin.exceptions import InvalidTypeError, UnsupportedFeatureError
+from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
 from tellin.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from tellin.protocol import LoRARequest
 from tellin.sampling_params import BeamSearchParams, RequestOutputKind, SamplingParams
@@ -33,10 +33,12 @@ class _Search:
     completed: list[BeamSearchSequence] = field(default_factory=list)
 
 
-def beam_score(beam: BeamSearchSequence, length_penalty: float, eos_token_id: int | None) -> float:
+def beam_score(
+    beam: BeamSearchSequence, length_penalty: float, eos_token_ids: Collection[int]
+) -> float:
     """Cumulative logprob / length ** length_penalty; a final end-of-sequence does not count."""
     length = len(beam.tokens)
-    if beam.tokens and beam.tokens[-1] == eos_token_id:
+    if beam.tokens and beam.tokens[-1] in eos_token_ids:
         length -= 1
     return beam.cum_logprob / math.pow(max(1, length), length_penalty)
 
@@ -60,6 +62,7 @@ def search_beams(
         concurrency_limit = check_int("concurrency_limit", concurrency_limit, 1)
     if params.structured_outputs is not None:
         raise UnsupportedFeatureError("beam search does not support structured_outputs")
+    _check_max_logprobs(llm, params.beam_width)
     prompt_list = prompts_to_list(prompts)
     llm.get_tokenizer()  # texts are part of the result
     rendered = llm.llm_engine.renderer.render_cmpl(prompt_list, COMPLETION_TOKENIZE_PARAMS)
@@ -80,6 +83,18 @@ def search_beams(
                 break
             _advance(llm, group, params)
     return [_result(llm, search, params) for search in searches]
+
+
+def _check_max_logprobs(llm: LLM, beam_width: int) -> None:
+    """Each step asks for the best ``2 * beam_width`` tokens of a beam."""
+    max_logprobs = llm.model_config.max_logprobs
+    if 0 <= max_logprobs < 2 * beam_width:
+        raise InvalidParameterError(
+            f"beam_width={beam_width} needs max_logprobs={2 * beam_width} or more, but the engine "
+            f"was started with {max_logprobs}; raise it (-1 = the vocabulary)",
+            parameter="beam_width",
+            value=beam_width,
+        )
 
 
 def _advance(llm: LLM, searches: Sequence[_Search], params: BeamSearchParams) -> None:
@@ -137,9 +152,9 @@ def _extensions(beam: BeamSearchSequence, output: RequestOutput) -> Iterator[Bea
 def _best(
     llm: LLM, beams: Sequence[BeamSearchSequence], params: BeamSearchParams
 ) -> list[BeamSearchSequence]:
-    eos_token_id = llm.llm_engine.renderer.get_eos_token_id()
+    eos_token_ids = llm.model_config.eos_token_ids
     ranked = sorted(
-        beams, key=lambda beam: beam_score(beam, params.length_penalty, eos_token_id), reverse=True
+        beams, key=lambda beam: beam_score(beam, params.length_penalty, eos_token_ids), reverse=True
     )
     return ranked[: params.beam_width]
 
@@ -151,4 +166,6 @@ def _result(llm: LLM, search: _Search, params: BeamSearchParams) -> BeamSearchOu
     tokenizer = llm.get_tokenizer()
     for beam in best:
         beam.text = tokenizer.decode(beam.tokens[search.num_prompt_tokens :])
+        if params.include_stop_str_in_output and beam.finish_reason == "stop":
+            beam.text += tokenizer.decode(beam.tokens[-1:], skip_special_tokens=False)
     return BeamSearchOutput(best)
