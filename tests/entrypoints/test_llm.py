@@ -225,6 +225,15 @@ def test_enqueue_and_wait(llm: LLM) -> None:
         llm.wait_for_completion(PoolingRequestOutput)
 
 
+def test_enqueue_chat_waits_like_enqueue(llm: LLM) -> None:
+    """What was enqueued comes in the order of submission, chats and prompts alike."""
+    llm.enqueue("abc")
+    ids = llm.enqueue_chat([{"role": "user", "content": "hi"}])
+    assert [request_id.split("-")[0] for request_id in ids] == ["1"]
+    prompts = [output.prompt for output in llm.wait_for_completion()]  # type: ignore[union-attr]
+    assert prompts == ["abc", "<s><|im_start|>user\nhi<|im_end|><|im_start|>assistant\n"]
+
+
 # ---------------------------------------------------------------------- life cycle
 
 

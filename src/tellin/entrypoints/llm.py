@@ -256,11 +256,36 @@ class LLM(PoolingCalls):
     ) -> list[str]:
         """Submit prompts without running them; `wait_for_completion` does. Returns internal ids."""
         self._check_generates()
-        prompt_list = prompts_to_list(prompts)
-        params = self._sampling_params(sampling_params, len(prompt_list))
-        options = RunOptions(lora_request, priority, use_tqdm)
-        items = [Item(prompt) for prompt in prompt_list]
         render = self._completion_renderer(tokenization_kwargs)
+        options = RunOptions(lora_request, priority, use_tqdm)
+        return self._enqueue(prompts_to_list(prompts), render, sampling_params, options)
+
+    def enqueue_chat(
+        self,
+        messages: Any,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_params: ChatParams | None = None,
+        lora_request: LoRAPerPrompt = None,
+        priority: PriorityPerPrompt = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: UseTqdm = False,
+    ) -> list[str]:
+        """As `enqueue`, for a conversation or several."""
+        self._check_generates()
+        render = self._chat_renderer(chat_params, tokenization_kwargs)
+        options = RunOptions(lora_request, priority, use_tqdm)
+        return self._enqueue(conversations_to_list(messages), render, sampling_params, options)
+
+    def _enqueue(
+        self,
+        prompts: Sequence[Any],
+        render: Callable[[Any], RenderedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        options: RunOptions,
+    ) -> list[str]:
+        items = [Item(prompt) for prompt in prompts]
+        params = self._sampling_params(sampling_params, len(items))
         self._runner.submit(items, render, params, options, self._enqueued)
         self._enqueued_items.extend(items)
         return [str(item.handle) for item in items]
