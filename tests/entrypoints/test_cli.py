@@ -103,6 +103,10 @@ def test_errors_are_one_line(
         (("chat", "--no-enable-prefix-caching"), "--set enable_prefix_caching=false"),
         (("serve", "--model", "m"), "the model is given without --model"),
         (("generate", "--max_model_len=64", "x"), "it is written --max-model-len"),
+        (("serve", "m", "--enforce-eager"), "--enforce-eager would have no effect: leave it out"),
+        (("serve", "m", "--quantization", "awq"), "--quantization is not supported: weights are"),
+        (("serve", "m", "--enable-auto-tool-choice"), "tools work as they are"),
+        (("serve", "m", "--served-model-name", "a", "b"), "is written once for each"),
     ],
 )
 def test_engine_arguments_that_are_no_options_are_explained(

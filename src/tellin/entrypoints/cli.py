@@ -108,16 +108,17 @@ def _unrecognized(unknown: list[str], usage: str) -> str:
     """The message about options that a command lacks; engine arguments have another place."""
     from dataclasses import fields
 
-    from tellin.config import EngineArgs
+    from tellin.config import ENGINE_ARGS_WITHOUT_EFFECT, UNSUPPORTED_ENGINE_ARGS, EngineArgs
 
     message = f"unrecognized arguments: {' '.join(unknown)}"
     known = {item.name for item in fields(EngineArgs)}
     for argument in unknown:
+        if not argument.startswith("--"):
+            continue
         name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
         option = f"--{name.replace('_', '-')}"
-        if not argument.startswith("--") or name.removeprefix("no_") not in known:
-            continue
-        if f"[{option} " in usage:
+        field_name = name if name in known else name.removeprefix("no_")
+        if field_name in known and f"[{option} " in usage:
             hint = f"it is written {option}"
         elif name == "model":
             hint = "the model is given without --model"
@@ -125,10 +126,31 @@ def _unrecognized(unknown: list[str], usage: str) -> str:
             continue
         elif name in known:
             hint = f"{option} is given as --set {name}=VALUE"
+        elif field_name in known:
+            hint = f"{option} is given as --set {field_name}=false"
+        elif field_name in ENGINE_ARGS_WITHOUT_EFFECT:
+            hint = f"{option} would have no effect: leave it out"
+        elif name in UNSUPPORTED_ENGINE_ARGS:
+            hint = f"{option} is not supported: {UNSUPPORTED_ENGINE_ARGS[name]}"
+        elif name in _OTHER_OPTIONS:
+            hint = f"{option}: {_OTHER_OPTIONS[name]}"
         else:
-            hint = f"{option} is given as --set {name.removeprefix('no_')}=false"
+            continue
         message += f"\n  {hint}"
+    if not unknown[0].startswith("-") and "[--set " in usage:
+        message += "\n  an option takes one value; one that is repeatable is written once for each"
     return message
+
+
+_OTHER_OPTIONS = {
+    "allowed_origins": "write --allowed-origin once for each",
+    "api_server_count": "one process serves",
+    "enable_auto_tool_choice": "leave it out, tools work as they are",
+    "ssl_certfile": "put a proxy that speaks TLS in front",
+    "ssl_keyfile": "put a proxy that speaks TLS in front",
+    "uvicorn_log_level": "--quiet shows warnings and errors only",
+}
+"""Options of vLLM's server that are no engine arguments, and what to do instead."""
 
 
 def _no_command(arguments: list[str]) -> int:
