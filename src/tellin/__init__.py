@@ -12,17 +12,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tellin.config import EngineArgs, EngineConfig
+    from tellin.config import EngineArgs as AsyncEngineArgs
     from tellin.engine.async_llm import AsyncLLM
+    from tellin.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from tellin.engine.llm_engine import LLMEngine
+    from tellin.engine.prompts import TextPrompt, TokensPrompt
     from tellin.entrypoints.llm import LLM
     from tellin.exceptions import TellinError
     from tellin.outputs import (
         BeamSearchOutput,
+        ClassificationOutput,
+        ClassificationRequestOutput,
         CompletionOutput,
+        EmbeddingOutput,
         EmbeddingRequestOutput,
         Logprob,
+        PoolingOutput,
         PoolingRequestOutput,
         RequestOutput,
+        ScoringOutput,
         ScoringRequestOutput,
     )
     from tellin.protocol import LoRARequest
@@ -43,12 +51,19 @@ _MODULE_OF = {
     "EngineArgs": "tellin.config",
     "EngineConfig": "tellin.config",
     "TellinError": "tellin.exceptions",
+    "TextPrompt": "tellin.engine.prompts",
+    "TokensPrompt": "tellin.engine.prompts",
     "BeamSearchOutput": "tellin.outputs",
+    "ClassificationOutput": "tellin.outputs",
+    "ClassificationRequestOutput": "tellin.outputs",
     "CompletionOutput": "tellin.outputs",
+    "EmbeddingOutput": "tellin.outputs",
     "EmbeddingRequestOutput": "tellin.outputs",
     "Logprob": "tellin.outputs",
+    "PoolingOutput": "tellin.outputs",
     "PoolingRequestOutput": "tellin.outputs",
     "RequestOutput": "tellin.outputs",
+    "ScoringOutput": "tellin.outputs",
     "ScoringRequestOutput": "tellin.outputs",
     "LoRARequest": "tellin.protocol",
     "BeamSearchParams": "tellin.sampling_params",
@@ -58,26 +73,38 @@ _MODULE_OF = {
     "StructuredOutputsParams": "tellin.sampling_params",
 }
 
+_ALIASES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}
+"""Further names that vLLM has for the same things."""
+
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
     "BeamSearchOutput",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",
     "LoRARequest",
     "Logprob",
+    "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TellinError",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -87,6 +114,8 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         value: Any = version("tellin")
+    elif name in _ALIASES:
+        value = __getattr__(_ALIASES[name])
     elif name in _MODULE_OF:
         value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     else:

@@ -63,6 +63,12 @@ def test_every_public_name_exists(name: str) -> None:
     assert name in dir(tellin)
 
 
+def test_names_that_vllm_has_for_the_same_things() -> None:
+    assert tellin.AsyncLLMEngine is tellin.AsyncLLM
+    assert tellin.AsyncEngineArgs is tellin.EngineArgs
+    assert tellin.TokensPrompt(prompt_token_ids=[1]) == {"prompt_token_ids": [1]}
+
+
 def test_unknown_names_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         tellin.nonsense  # noqa: B018
