@@ -15,6 +15,8 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "not-a-type"}}}
 
+SCHEMA_AND_REGEX = {"response_format": SCHEMA, "structured_outputs": {"regex": "a"}}
+
 
 def schema(value: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema",
@@ -49,7 +51,7 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"n": 1000}, "n"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 3, "max_completion_tokens": 4}, ""),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
     ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
     ({"logit_bias": {"99999": 1}}, "logit_bias"),  # P27
     ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -60,12 +62,12 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"messages": "hi"}, "messages"),
     ({"messages": [{"content": "no role"}]}, "messages"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ""),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
     ({"messages": [{"role": "tool", "content": [1]}]}, "messages"),
     ({"messages": [{"role": "tool", "content": [{"type": "image_url"}]}]}, "messages"),
     ({"messages": [{"role": "tool", "content": 5}]}, "messages"),
-    ({"stream_options": {"include_usage": True}}, ""),
-    ({"tool_choice": "required"}, ""),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),  # P36
     (schema({"type": "not-a-type"}), "structured_outputs"),  # P37
@@ -112,6 +114,24 @@ def test_chat_refusals_name_the_parameter(
         return
     error = refused(server, CHAT, body)
     assert parameter in f"{error['param']} {error['message']}"
+
+
+@pytest.mark.parametrize(
+    ("change", "parameter"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),  # P05
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (SCHEMA_AND_REGEX, "structured_outputs"),
+    ],
+)
+def test_fields_that_do_not_go_together_are_named_too(
+    server: Server, change: dict[str, Any], parameter: str
+) -> None:
+    assert refused(server, CHAT, {"messages": MESSAGES} | change)["param"] == parameter
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "frequency_penalty"])

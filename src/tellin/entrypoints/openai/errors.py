@@ -125,7 +125,7 @@ def about(error: exceptions.RequestError, name: str) -> ApiError:
 
 def _from_validation(error: ValidationError) -> ApiError:
     """The most telling one of a body's faults."""
-    faults = error.errors(include_url=False, include_context=False)
+    faults = error.errors(include_url=False)
     first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
     same_field = [fault for fault in faults if fault["loc"][:1] == first["loc"][:1]]
     if first["type"] == "json_invalid":
@@ -143,6 +143,9 @@ def _from_validation(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         message = f"{name} is missing; it is required"
         return bad_request(message, name, "missing_required_parameter")
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, exceptions.InvalidParameterError):  # of several fields together
+        return bad_request(str(cause), cause.parameter, "invalid_value")
     reasons = list(dict.fromkeys(_reason(fault) for fault in same_field))
     where = f"{name}: " if name else "the body: "
     return bad_request(where + "; or ".join(reasons[:4]), name or None, "invalid_value")

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
+from tellin.exceptions import InvalidParameterError
+
 TokenIds = Annotated[list[int], Field(min_length=1)]
 PromptInput = (
     str
@@ -83,7 +85,10 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema is needed by type 'json_schema' and by no other")
+            raise InvalidParameterError(
+                "json_schema is needed by type 'json_schema' and by no other",
+                parameter="response_format.json_schema",
+            )
         return self
 
 
@@ -155,11 +160,18 @@ class GenerationRequest(Ignored):
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed with stream=true")
+            raise InvalidParameterError(
+                "stream_options is only allowed with stream=true", parameter="stream_options"
+            )
         if self.stream and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs cannot be streamed; set stream=false")
+            raise InvalidParameterError(
+                "prompt_logprobs cannot be streamed; set stream=false", parameter="prompt_logprobs"
+            )
         if self.structured_outputs is not None and self.response_format is not None:
-            raise ValueError("give either response_format or structured_outputs, not both")
+            raise InvalidParameterError(
+                "give either response_format or structured_outputs, not both",
+                parameter="structured_outputs",
+            )
         return self
 
 
@@ -236,12 +248,17 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionRequest:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs=true")
+            raise InvalidParameterError(
+                "top_logprobs needs logprobs=true", parameter="top_logprobs"
+            )
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens (deprecated) and max_completion_tokens contradict")
+            raise InvalidParameterError(
+                "max_tokens (deprecated) and max_completion_tokens contradict",
+                parameter="max_tokens",
+            )
         if not self.tools and self.tool_choice not in (None, "none", "auto"):
-            raise ValueError("tool_choice needs tools")
+            raise InvalidParameterError("tool_choice needs tools", parameter="tool_choice")
         return self
 
 
@@ -323,7 +340,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise InvalidParameterError("give either prompt or messages", parameter="prompt")
         return self
 
 
