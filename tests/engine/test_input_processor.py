@@ -357,6 +357,14 @@ def test_inp5_thinking_budget_is_refused_not_ignored() -> None:
         process(gate(), params=params)
 
 
+def test_a_grammar_needs_an_end() -> None:
+    """Without one the core's masks have another width, and the step fails for everybody in it."""
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]))
+    with pytest.raises(UnsupportedFeatureError, match="token that ends a text"):
+        process(gate(eos_token_ids=()), params=params)
+    assert process(gate(), params=params).sampling_params is not None
+
+
 def test_s24_inp7_lora() -> None:
     lora = LoRARequest("cats", 1, "/a")
     with pytest.raises(ValueError, match=r"cats.*disabled"):

@@ -181,6 +181,11 @@ def test_folder_metadata(folder: Path, smollm2_path: Path) -> None:
     assert metadata.file_format == "safetensors"
 
 
+def test_the_id_of_no_token_is_no_end(folder: Path) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [-1, 7]}))
+    assert open_metadata(folder).eos_token_ids == (7,)
+
+
 def test_folder_without_tokenizer(folder: Path) -> None:
     metadata = open_metadata(folder)
     assert metadata.tokenizer_size == metadata.vocab_size == VOCAB
@@ -198,6 +203,10 @@ def test_folder_without_tokenizer(folder: Path) -> None:
         ("config.json", '{"model_type": "llama"}', "'hidden_size'.*is missing"),
         ("tokenizer.json", '{"model": {"vocab": 5}}', "is not a usable tokenizer file"),
         ("generation_config.json", '{"eos_token_id": "x"}', "'eos_token_id' is a str"),
+        ("generation_config.json", '{"eos_token_id": [2, 260]}', "the id 260, but .* 260 tokens"),
+        ("generation_config.json", '{"eos_token_id": 4294967296}', "the id 4294967296"),
+        ("generation_config.json", '{"eos_token_id": -2}', "the id -2"),
+        ("generation_config.json", '{"eos_token_id": [2.5]}', "'2.5', expected integers"),
         ("tokenizer_config.json", '{"chat_template": 5}', "'chat_template' is a int"),
     ],
 )

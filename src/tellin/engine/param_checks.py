@@ -56,6 +56,11 @@ def check_sampling_params(
     if params.structured_outputs is not None:
         from tellin.grammar_validation import validate_structured_outputs
 
+        if not model.eos_token_ids:
+            raise UnsupportedFeatureError(
+                "structured_outputs needs a token that ends a text, but this model's files name "
+                "none (eos_token_id)"
+            )
         validate_structured_outputs(
             params.structured_outputs,
             disable_any_whitespace=config.structured_outputs_config.disable_any_whitespace,

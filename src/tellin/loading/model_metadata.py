@@ -149,12 +149,12 @@ def metadata_from_folder(folder: Path, hparams: ModelHParams, num_bytes: int) ->
     inventory = _TokenInventory.read(folder / "tokenizer.json")
     eos = [
         *inventory.find(token_text(tokenizer_config, "eos_token")),
-        *_ids(generation, "eos_token_id"),
-        *_ids(config, "eos_token_id"),
+        *_ids(generation, "eos_token_id", hparams.vocab_size),
+        *_ids(config, "eos_token_id", hparams.vocab_size),
     ]
     bos = [
         *inventory.find(token_text(tokenizer_config, "bos_token")),
-        *_ids(config, "bos_token_id"),
+        *_ids(config, "bos_token_id", hparams.vocab_size),
     ]
     return ModelMetadata(
         path=folder,
@@ -223,10 +223,20 @@ def token_text(config: TypedMapping, key: str) -> str | None:
     return config.get_str(key)
 
 
-def _ids(config: TypedMapping, key: str) -> list[int]:
-    """Token ids given as one integer or a list of them."""
+def _ids(config: TypedMapping, key: str, vocab_size: int) -> list[int]:
+    """Token ids given as one integer or a list of them; -1 stands for none."""
     if not config.has(key):
         return []
-    if isinstance(config[key], list):
-        return [int(value) for value in config.get_numbers(key)]
-    return [config.get_int(key)]
+    value = config[key]
+    ids = value if isinstance(value, list) else [config.get_int(key)]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
+            raise ModelLoadError(
+                f"{config.path}: key {key!r} holds {str(token_id)[:40]!r}, expected integers"
+            )
+        if not -1 <= token_id < vocab_size:
+            raise ModelLoadError(
+                f"{config.path}: key {key!r} holds the id {token_id}, "
+                f"but the vocabulary has {vocab_size} tokens"
+            )
+    return [token_id for token_id in ids if token_id != -1]
