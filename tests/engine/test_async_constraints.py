@@ -27,6 +27,15 @@ async def answer(engine: AsyncLLM, request_id: str, params: SamplingParams) -> s
     return text
 
 
+def test_one_core_does_not_play_several(tmp_path: Path) -> None:
+    """A size that nobody divides the requests by would be a parameter without effect."""
+    model = write_llama(tmp_path / "tiny.gguf", SIZES["tiny"], "q8_0")
+    args = EngineArgs(model=model, max_model_len=128, data_parallel_size=2)
+    for multiprocess_mode in (False, True):
+        with pytest.raises(InvalidParameterError, match="data_parallel_size=2"):
+            AsyncLLM.from_engine_args(args, multiprocess_mode=multiprocess_mode)
+
+
 def test_the_event_loop_goes_on_while_a_grammar_is_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

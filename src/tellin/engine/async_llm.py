@@ -38,6 +38,7 @@ from tellin.exceptions import (
     EngineClosedError,
     EngineDeadError,
     EngineOverloadedError,
+    InvalidParameterError,
     RequestTimeoutError,
     UnsupportedFeatureError,
 )
@@ -79,8 +80,17 @@ class AsyncLLM:
             multiprocess_mode: run the core in a child process.
 
         Raises:
+            InvalidParameterError: ``data_parallel_size`` is more than the one core it runs.
             LoadError, EngineStartError: the core could not start; nothing is left running.
         """
+        if config.parallel_config.data_parallel_size > 1:
+            raise InvalidParameterError(
+                "AsyncLLM runs one engine core and cannot divide requests among "
+                f"data_parallel_size={config.parallel_config.data_parallel_size}; start as many "
+                "engines or servers, with num_threads each, and a proxy before them",
+                parameter="data_parallel_size",
+                value=config.parallel_config.data_parallel_size,
+            )
         custom_loggers = [*(stat_loggers or ()), *load_plugins()]
         self.log_stats = log_stats or bool(custom_loggers)
         tokenizer = load_engine_tokenizer(config)
