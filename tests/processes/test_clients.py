@@ -352,6 +352,19 @@ def test_p32_one_ctrl_c_ends_an_event_loop_and_child(tiny_model: Path) -> None:
     assert_gone(core_pid, 60)
 
 
+def test_a_killed_process_leaves_no_sockets(tiny_model: Path, tmp_path: Path) -> None:
+    """Its child, which notices the end, removes them and their folder."""
+    script = ASYNC_SCRIPT.format(model=str(tiny_model))
+    process = start_script(f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}\n{script}")
+    assert process.stdout is not None
+    core_pid = int(process.stdout.readline())
+    assert [len(list(folder.iterdir())) for folder in tmp_path.glob("tellin-*")] == [2]
+    process.kill()
+    process.communicate(timeout=60)
+    assert_gone(core_pid, 60)
+    assert list(tmp_path.iterdir()) == []
+
+
 def run_script(script: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],

@@ -11,6 +11,7 @@ parent. Only main touches scheduler and executor.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -21,6 +22,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
@@ -71,6 +73,8 @@ class StartMessage:
     output_addresses: tuple[str, ...]
     log_level: int
     sys_path: tuple[str, ...]
+    scratch: str = ""
+    """Folder that the parent made for this engine and removes at its end; empty = none."""
 
 
 def engine_identity(engine_index: int) -> bytes:
@@ -287,11 +291,23 @@ def _request_id_of(kind: bytes, frames: Sequence[Frame]) -> str | None:
     return fields[0] if fields and isinstance(fields[0], str) else None
 
 
-def _watch_parent() -> None:
+def _watch_parent(start: StartMessage) -> None:
     """End this process at once when the parent closes the pipe, which its death does too."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
+    _tidy_up_after_parent(start)
     os._exit(0)
+
+
+def _tidy_up_after_parent(start: StartMessage) -> None:
+    """Remove the sockets' files, and their folder if it was made for them: a parent that was killed
+    could not."""
+    with contextlib.suppress(OSError):
+        for address in (*start.input_addresses, *start.output_addresses):
+            if address.startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
+        if start.scratch:
+            Path(start.scratch).rmdir()
 
 
 def _wait_for_term(proc: EngineCoreProc) -> None:
@@ -337,13 +353,13 @@ def main() -> int:
     start = read_start_message()
     logging.basicConfig(
         level=start.log_level,
-        format=f"%(levelname)s %(asctime)s [EngineCore_{start.engine_index}] %(name)s: %(message)s",
+        format=f"%(asctime)s %(levelname)s %(name)s: [EngineCore_{start.engine_index}] %(message)s",
     )
     proc = EngineCoreProc(start)
     threading.Thread(
         target=_wait_for_term, args=(proc,), name="tellin-sigterm", daemon=True
     ).start()
-    threading.Thread(target=_watch_parent, name="tellin-parent", daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(start,), name="tellin-parent", daemon=True).start()
     try:
         proc.run()
     except Exception:

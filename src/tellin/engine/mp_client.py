@@ -216,6 +216,7 @@ class MPClient:
             output_addresses=(output_address,),
             log_level=logging.getLogger("tellin").getEffectiveLevel(),
             sys_path=tuple(sys.path),
+            scratch=resources.folder.name,
         )
         resources.process = CoreProcess(start, _exit_callback(resources))
         self.ready = self._wait_until_ready(config.settings.engine_ready_timeout_s)
