@@ -115,6 +115,9 @@ def pull(name: str, settings: Settings, progress: ProgressCallback | None = None
     model = known_model(name)
     if model is None and not _REPO.match(name):
         raise _unknown_model(name)
+    stored = _stored_path(name, model, settings)
+    if stored is not None:  # without the lock, which takes a store that can be written to
+        return stored
     with model_lock(settings.home, _folder_name(name)):
         stored = _stored_path(name, model, settings)
         if stored is not None:
