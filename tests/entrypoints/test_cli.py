@@ -68,6 +68,8 @@ def test_help_shows_examples(arguments: list[str], capsys: pytest.CaptureFixture
         ["generate", "--max-tokens", "many", "x"],
         ["generate", "--set", "no-equals-sign", "x"],
         ["generate", "--set", "no_such_argument=1", "-m", "./missing.gguf", "x"],
+        ["generate", "--set", f"seed={'9' * 5000}", "-m", "./missing.gguf", "x"],
+        ["generate", "--set", f"seed={'[' * 50_000}", "-m", "./missing.gguf", "x"],
         ["plan"],
     ],
 )
@@ -156,6 +158,30 @@ def test_generate_several(model: EngineMaker, capsys: pytest.CaptureFixture[str]
     assert records[0]["text"] == "n1"
     assert records[0]["finish_reason"] == "length"
     assert (records[0]["num_prompt_tokens"], records[0]["num_completion_tokens"]) == (1, 2)
+
+
+def test_bytes_that_are_no_text_are_one_line(
+    model: EngineMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the locale is UTF-8, Python would refuse them with a traceback."""
+    stream = io.TextIOWrapper(io.BytesIO(b"a\xffb"), encoding="utf-8", errors="strict")
+    monkeypatch.setattr("sys.stdin", stream)
+    assert tellin("generate") == cli.EXIT_USAGE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "UTF-8" in line
+
+
+def test_a_terminal_is_told_that_it_is_waited_for(
+    model: EngineMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    terminal = io.StringIO("abc\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert tellin("generate", "--raw") == 0
+    assert capsys.readouterr() == (
+        "n3\n",
+        "reading standard input; Ctrl-D on a line of its own ends it\n",
+    )
 
 
 def test_generate_reads_stdin(
@@ -323,6 +349,13 @@ def test_models_and_pull(tellin_home: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 # ---------------------------------------------------------------------- as a process
+
+
+def test_the_package_is_the_command_too() -> None:
+    command = [sys.executable, "-m", "tellin", "generate", "--nonsense"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == cli.EXIT_USAGE
+    assert "\ntellin generate: error: unrecognized" in done.stderr
 
 
 def test_broken_pipe_is_quiet() -> None:

@@ -52,6 +52,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no error
+    if hasattr(sys.stdin, "reconfigure"):  # bytes that are no text: the tokenizer names them
+        sys.stdin.reconfigure(errors="surrogateescape")
     try:
         return _run(arguments)
     except KeyboardInterrupt:

@@ -121,9 +121,16 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     name = name.strip().replace("-", "_")
     try:
         return name, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, or more digits or brackets than Python reads
         literals = {"True": True, "False": False, "None": None}
         return name, literals.get(value, value)
+
+
+def read_stdin() -> str:
+    """All of standard input; at a terminal it is said that something is waited for."""
+    if sys.stdin.isatty():
+        print("reading standard input; Ctrl-D on a line of its own ends it", file=sys.stderr)
+    return sys.stdin.read()
 
 
 def enable_logging() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from tellin.entrypoints.commands.common import add_model_arguments, open_llm
+from tellin.entrypoints.commands.common import add_model_arguments, open_llm, read_stdin
 from tellin.exceptions import InvalidParameterError
 
 DESCRIPTION = """\
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines() -> list[str]:
-    return [line for line in sys.stdin.read().splitlines() if line.strip()]
+    return [line for line in read_stdin().splitlines() if line.strip()]
 
 
 def _print_vectors(texts: list[str], vectors: list[list[float]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
 from tellin.entrypoints.commands.common import (
@@ -12,6 +11,7 @@ from tellin.entrypoints.commands.common import (
     add_sampling_arguments,
     interruptible,
     open_llm,
+    read_stdin,
     sampling_params,
 )
 from tellin.exceptions import InvalidParameterError
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = args.prompt or ["-"]
     if prompts.count("-") > 1:
         raise InvalidParameterError("standard input (-) can be read once", parameter="prompt")
-    prompts = [sys.stdin.read().strip() if prompt == "-" else prompt for prompt in prompts]
+    prompts = [read_stdin().strip() if prompt == "-" else prompt for prompt in prompts]
     with open_llm(args) as llm:
         # Greedy where one answer is wanted: the same each time. Several have to differ.
         temperature = 0.0 if args.count == 1 else DEFAULT_TEMPERATURE
