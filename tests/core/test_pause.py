@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import pytest
 
 from tellin.core.scheduler import PauseState
-from tellin.exceptions import InvalidParameterError
+from tellin.exceptions import EngineError, InvalidParameterError
 from tellin.protocol import FinishReason
 from tests.core.driver import Driver
 from tests.core.test_scheduler import unlike
@@ -198,3 +198,82 @@ def test_unknown_tags_and_levels_are_refused() -> None:
     for level in (-1, 3):
         with pytest.raises(InvalidParameterError, match="level"):
             driver.core.sleep(level)
+
+
+# ---------------------------------------------------------------------- calls that cross
+
+
+@pytest.mark.parametrize("resume", ["wake_up", "resume_scheduler"])
+def test_who_resumes_ends_a_sleep_that_still_waits(resume: str) -> None:
+    """It must not fall asleep later, with a scheduler that runs: every step would fail."""
+    driver = running_driver()
+    future = driver.core.sleep(1, "wait")
+    assert future is not None
+    getattr(driver.core, resume)()
+    with pytest.raises(EngineError, match="resumed before"):
+        future.result(timeout=0)
+    driver.run()
+    driver.core.run_idle_callbacks()
+    assert not driver.core.is_sleeping()
+    for i in range(3):
+        driver.check_lone(f"r{i}", 8)
+
+
+@pytest.mark.parametrize("call", ["sleep", "pause"])
+def test_requests_that_sleep_are_not_waited_for(call: str) -> None:
+    driver = running_driver()
+    driver.core.sleep(1, "keep")
+    with pytest.raises(EngineError, match="cannot finish"):
+        driver.core.sleep(1, "wait") if call == "sleep" else driver.core.pause_scheduler("wait")
+    assert driver.scheduler.pause_state is PauseState.PAUSED_ALL
+    assert not driver.core.has_work()
+    driver.core.wake_up()
+    driver.run()
+    for i in range(3):
+        driver.check_lone(f"r{i}", 8)
+
+
+def test_an_engine_that_sleeps_empty_can_be_told_to_wait() -> None:
+    driver = running_driver()
+    driver.core.sleep(1, "abort")
+    driver.run()
+    assert driver.core.sleep(2, "wait") is None
+    assert driver.executor.sleep_level == 2
+
+
+def test_resuming_does_not_schedule_on_what_sleeps() -> None:
+    driver = running_driver()
+    driver.core.sleep(1, "keep")
+    with pytest.raises(EngineError, match="wake_up"):
+        driver.core.resume_scheduler()
+    assert not driver.core.has_work()
+    driver.core.wake_up()
+    driver.run()
+    for i in range(3):
+        driver.check_lone(f"r{i}", 8)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_a_refused_sleep_leaves_the_engine_running(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = running_driver()
+
+    def refuse(level: int) -> None:
+        raise EngineError("the profiler is running")
+
+    monkeypatch.setattr(driver.executor, "sleep", refuse)
+    if mode == "keep":
+        with pytest.raises(EngineError, match="profiler"):
+            driver.core.sleep(2, mode)
+    else:
+        future = driver.core.sleep(2, mode)
+        assert future is not None
+        driver.run()
+        driver.core.run_idle_callbacks()
+        with pytest.raises(EngineError, match="profiler"):
+            future.result(timeout=0)
+    assert not driver.core.is_sleeping()
+    driver.run()
+    for i in range(3):
+        driver.check_lone(f"r{i}", 8)

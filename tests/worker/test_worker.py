@@ -85,6 +85,16 @@ def test_4_8_sleep_gives_memory_back(worker: Worker, level: int) -> None:
     assert resident_bytes() < awake + 40 * MIB
 
 
+def test_a_sleep_that_is_refused_puts_nothing_away(worker: Worker) -> None:
+    worker.profile(True)
+    with pytest.raises(EngineError, match="profiler"):
+        worker.sleep(2)
+    assert not worker.is_sleeping
+    worker.profile(False)
+    worker.sleep(2)
+    worker.wake_up()
+
+
 def touch_pool(worker: Worker) -> None:
     """Write every block, so that the whole pool is resident."""
     backend: Any = worker.runner.backend

@@ -17,7 +17,7 @@ from tellin.core.request import RequestStatus
 from tellin.core.scheduler import PauseState, Scheduler
 from tellin.core.snapshot import make_snapshot
 from tellin.core.structured_output import StructuredOutputManager
-from tellin.exceptions import AdapterError, EngineDeadError, InvalidParameterError
+from tellin.exceptions import AdapterError, EngineDeadError, EngineError, InvalidParameterError
 from tellin.protocol import EngineCoreReady, EngineCoreSnapshot, LoRARequest
 from tellin.trace import ScopeRecorder, trace_path, write_trace
 
@@ -38,7 +38,7 @@ class EngineCoreControls:
         self.scheduler: Scheduler | None = None
         self.structured_output_manager: StructuredOutputManager | None = None
         self._death: str | None = None
-        self._idle_callbacks: list[Callable[[], None]] = []
+        self._waiting_pauses: list[tuple[Future[None], bool]] = []  # and if each clears the cache
         self._lora_generations: dict[str, int] = {}
         self._loaded_loras: dict[int, tuple[str, str]] = {}
         self._retiring_loras: dict[int, LoRARequest] = {}  # removed, but in use
@@ -69,6 +69,7 @@ class EngineCoreControls:
 
         Raises:
             InvalidParameterError: unknown mode.
+            EngineError: ``wait`` for requests that are frozen, while the executor sleeps.
         """
         if mode not in PAUSE_MODES:
             raise InvalidParameterError(
@@ -77,15 +78,22 @@ class EngineCoreControls:
                 value=mode,
             )
         scheduler, _ = self._live()
+        previous = scheduler.pause_state
         if mode == "keep":
             scheduler.set_pause_state(PauseState.PAUSED_ALL)
         else:
             scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        if mode == "wait" and self._executor().is_sleeping and scheduler.has_unfinished_requests():
+            scheduler.set_pause_state(previous)
+            raise EngineError(
+                "the engine sleeps and keeps requests that cannot finish meanwhile; call wake_up() "
+                "first, or use mode='keep' or 'abort'"
+            )
         if mode == "abort":
             scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED, emit=True)
         if mode == "wait" and scheduler.has_unfinished_requests():
             future: Future[None] = Future()
-            self._idle_callbacks.append(lambda: self._finish_pause(future, clear_cache))
+            self._waiting_pauses.append((future, clear_cache))
             return future
         if clear_cache:
             self._clear_caches()
@@ -102,9 +110,9 @@ class EngineCoreControls:
 
     def run_idle_callbacks(self) -> None:
         """Called by the driving loop when there is no work."""
-        callbacks, self._idle_callbacks = self._idle_callbacks, []
-        for callback in callbacks:
-            callback()
+        pauses, self._waiting_pauses = self._waiting_pauses, []
+        for future, clear_cache in pauses:
+            self._finish_pause(future, clear_cache)
 
     def _clear_caches(self) -> None:
         self.reset_prefix_cache(reset_running_requests=True)
@@ -112,7 +120,18 @@ class EngineCoreControls:
         self.reset_encoder_cache()
 
     def resume_scheduler(self) -> None:
-        self._live()[0].set_pause_state(PauseState.UNPAUSED)
+        """Undo `pause_scheduler`; a pause that still waits for requests fails.
+
+        Raises:
+            EngineError: the executor sleeps, and would fail every step.
+        """
+        scheduler, _ = self._live()
+        if self._executor().is_sleeping:
+            raise EngineError("the engine sleeps: call wake_up(), which resumes it too")
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+        pauses, self._waiting_pauses = self._waiting_pauses, []
+        for future, _ in pauses:
+            future.set_exception(EngineError("it was resumed before its requests had finished"))
 
     def is_scheduler_paused(self) -> bool:
         return self._live()[0].pause_state is not PauseState.UNPAUSED
@@ -122,25 +141,25 @@ class EngineCoreControls:
 
         Raises:
             InvalidParameterError: unknown level or mode.
+            EngineError: the executor cannot sleep so deep now; scheduling goes on as before.
         """
         if level not in (0, 1, 2):
             raise InvalidParameterError(
                 f"level must be 0, 1 or 2, got {level!r}", parameter="level", value=level
             )
+        previous = self._live()[0].pause_state
         pending = self.pause_scheduler(mode, clear_cache=level >= 1)
         if level == 0:
             return pending
-        executor = self.executor
-        assert executor is not None
         if pending is None:
-            executor.sleep(level)
+            self._put_away(level, previous)
             return None
         done: Future[None] = Future()
 
         def asleep(paused: Future[None]) -> None:
             try:
                 paused.result()
-                executor.sleep(level)
+                self._put_away(level, previous)
             except Exception as error:
                 done.set_exception(error)
             else:
@@ -148,6 +167,15 @@ class EngineCoreControls:
 
         pending.add_done_callback(asleep)
         return done
+
+    def _put_away(self, level: int, previous: PauseState) -> None:
+        executor = self._executor()
+        try:
+            executor.sleep(level)
+        except Exception:
+            if not executor.is_sleeping:  # else a step could not run
+                self._live()[0].set_pause_state(previous)
+            raise
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Undo `sleep`. Scheduling resumes once all of the executor is awake.

@@ -388,8 +388,16 @@ class AsyncLLM:
         """
         if clear_cache:
             self.renderer.clear_mm_cache()
-        self._is_paused = True
-        await self.engine_core.call_utility_async("pause_scheduler", mode, clear_cache)
+        await self._pause("pause_scheduler", mode, clear_cache)
+
+    async def _pause(self, method: str, *args: Any) -> None:
+        """Call what pauses the core; it is not expected to make progress from then on."""
+        was_paused, self._is_paused = self._is_paused, True
+        try:
+            await self.engine_core.call_utility_async(method, *args)
+        except Exception:  # no cancellation: the core pauses all the same
+            self._is_paused = was_paused
+            raise
 
     async def resume_generation(self) -> None:
         await self.engine_core.call_utility_async("resume_scheduler")
@@ -403,8 +411,7 @@ class AsyncLLM:
         """As `LLMEngine.sleep`."""
         if check_level(level) >= 1:
             self.renderer.clear_mm_cache()
-        self._is_paused = True
-        await self.engine_core.call_utility_async("sleep", level, mode)
+        await self._pause("sleep", level, mode)
         if self.logger_manager is not None:
             self.logger_manager.record_sleep_state(True, level)
 

@@ -152,16 +152,17 @@ class Worker:
             raise InvalidParameterError(
                 f"sleep level must be 0, 1 or 2, got {level!r}", parameter="level", value=level
             )
+        drops_weights = level == 2 and "weights" not in self._asleep
+        if drops_weights and self._profiled is not None:
+            raise EngineError("the profiler is running; stop it before sleep level 2")
+        if drops_weights and self._given_backend:
+            raise UnsupportedFeatureError(
+                "sleep level 2 needs a model that the worker opened itself"
+            )
         if level >= 1 and "kv_cache" not in self._asleep:
             self.runner.free_kv_cache()
             self._asleep.add("kv_cache")
-        if level == 2 and "weights" not in self._asleep:
-            if self._profiled is not None:
-                raise EngineError("the profiler is running; stop it before sleep level 2")
-            if self._given_backend:
-                raise UnsupportedFeatureError(
-                    "sleep level 2 needs a model that the worker opened itself"
-                )
+        if drops_weights:
             self.runner.release_backend()
             self._asleep.add("weights")
 
