@@ -138,6 +138,54 @@ def test_a_grammar_backend_that_is_not_there_is_refused() -> None:
         create(structured_outputs_config={"backend": "xgrammar"})
 
 
+def ngram(tokens: int = 2, **options: Any) -> dict[str, Any]:
+    return {"method": "ngram", "num_speculative_tokens": tokens, **options}
+
+
+def suffix(**options: Any) -> dict[str, Any]:
+    return {"method": "suffix", **{f"suffix_decoding_{k}": v for k, v in options.items()}}
+
+
+@pytest.mark.parametrize(
+    ("given", "method", "num_tokens", "lookup"),
+    [
+        (ngram(), "ngram", 2, (5, 5)),
+        (ngram(prompt_lookup_max=4), "ngram", 2, (4, 4)),
+        (ngram(prompt_lookup_min=2, prompt_lookup_max=None), "ngram", 2, (2, 2)),
+        (ngram(prompt_lookup_min=2, prompt_lookup_max=4), "ngram", 2, (2, 4)),
+        ({"model": "[ngram]", "num_speculative_tokens": 3}, "ngram", 3, (5, 5)),
+        ({"model": "m", "num_speculative_tokens": 3}, "draft_model", 3, (5, 5)),
+        (suffix(), "suffix", 24, (5, 5)),
+        (suffix(max_tree_depth=6), "suffix", 6, (5, 5)),
+        (suffix(max_tree_depth=600), "suffix", 128, (5, 5)),
+    ],
+)
+def test_5_1_what_follows_of_a_speculative_config_may_be_left_out(
+    given: dict[str, Any], method: str, num_tokens: int, lookup: tuple[int, int]
+) -> None:
+    """5.1.2, 5.1.4, 5.4.2."""
+    spec = create(speculative_config=given).speculative_config
+    assert spec is not None
+    assert (spec.method, spec.num_speculative_tokens) == (method, num_tokens)
+    assert (spec.prompt_lookup_min, spec.prompt_lookup_max) == lookup
+    assert spec.model == ("m" if method == "draft_model" else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OUTPUT_CHUNK_SIZE", "0"),
+        ("MAX_N_SEQUENCES", "0"),
+        ("MSGPACK_ZERO_COPY_THRESHOLD", "-1"),
+        ("SHUTDOWN_TIMEOUT_S", "nan"),
+        ("ENGINE_READY_TIMEOUT_S", "-1"),
+    ],
+)
+def test_settings_out_of_range_are_refused_by_name(name: str, value: str) -> None:
+    with pytest.raises(InvalidParameterError, match=f"TELLIN_{name} must be at least"):
+        Settings.from_environ({f"TELLIN_{name}": value})
+
+
 @pytest.mark.parametrize(
     ("name", "bad"),
     [
@@ -158,14 +206,40 @@ def test_a_grammar_backend_that_is_not_there_is_refused() -> None:
         ("num_threads", [0]),
         ("runner", ["draft"]),
         ("speculative_config", [{"method": "eagle", "num_speculative_tokens": 1}, {"metod": 1}, 5]),
+        (
+            "speculative_config.prompt_lookup_max",
+            [
+                ngram(prompt_lookup_min=3, prompt_lookup_max=2),
+                ngram(prompt_lookup_min=1, prompt_lookup_max="x"),
+            ],
+        ),
+        ("speculative_config.prompt_lookup_min", [ngram(prompt_lookup_min=0)]),
+        ("speculative_config.prompt_lookup_policy", [ngram(prompt_lookup_policy="latest")]),
+        ("speculative_config.adaptive", [ngram(adaptive=1)]),
+        (
+            "speculative_config.suffix_decoding_max_tree_depth",
+            [suffix(max_tree_depth=0), suffix(max_tree_depth="x")],
+        ),
+        (
+            "speculative_config.suffix_decoding_max_cached_requests",
+            [suffix(max_cached_requests=-1)],
+        ),
+        ("speculative_config.suffix_decoding_max_spec_factor", [suffix(max_spec_factor=-1)]),
+        ("speculative_config.suffix_decoding_min_token_prob", [suffix(min_token_prob=1.5)]),
+        ("speculative_config.method", [{"num_speculative_tokens": 2}]),
+        ("speculative_config.num_speculative_tokens", [{"method": "ngram"}, ngram(tokens=0)]),
         ("structured_outputs_config", [{"nope": 1}]),
+        ("structured_outputs_config.compile_timeout_s", [{"compile_timeout_s": 0}]),
+        ("structured_outputs_config.disable_any_whitespace", [{"disable_any_whitespace": "x"}]),
+        ("data_parallel_rank", [-1, 1]),
+        ("kv_events_replay_endpoint", ["tcp://*:5558"]),
         ("chat_template", ["/no/such/file.jinja"]),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, bad: list[Any]) -> None:
     for value in bad:
         with pytest.raises(InvalidParameterError) as info:
-            create(**{name: value})
+            create(**{name.partition(".")[0]: value})
         assert name in str(info.value)
 
 

@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from tellin.checks import check_bool, check_float, check_int
 from tellin.config import (
@@ -23,10 +23,7 @@ from tellin.config import (
     ObservabilityConfig,
     ParallelConfig,
     PoolerConfig,
-    ReasoningConfig,
     SchedulerConfig,
-    SpeculativeConfig,
-    StructuredOutputsConfig,
 )
 from tellin.engine.arg_checks import (
     check_arg_types,
@@ -34,7 +31,14 @@ from tellin.engine.arg_checks import (
     check_generation_overrides,
     check_logits_processors,
 )
-from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
+from tellin.engine.nested_configs import (
+    check_choice,
+    config_from_dict,
+    reasoning_config,
+    speculative_config,
+    structured_outputs_config,
+)
+from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
 from tellin.protocol import EngineCoreReady
 from tellin.settings import Settings
 
@@ -49,13 +53,9 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "int8")
-MAX_DRAFT_TOKENS = 128
 MAX_LORAS = 4096
 MAX_LORA_RANK = 512
 POOLING_TYPES = ("LAST", "CLS", "MEAN")
-SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
-
-_T = TypeVar("_T")
 
 
 def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> EngineConfig:
@@ -93,11 +93,11 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
             otlp_traces_endpoint=args.otlp_traces_endpoint,
             metrics_prefix=args.metrics_prefix,
         ),
-        structured_outputs_config=_structured_outputs_config(args),
+        structured_outputs_config=structured_outputs_config(args.structured_outputs_config),
         lora_config=_lora_config(args),
-        speculative_config=_speculative_config(args),
+        speculative_config=speculative_config(args.speculative_config),
         shutdown_timeout_s=check_float("shutdown_timeout_s", args.shutdown_timeout_s, 0, 1e6),
-        reasoning_config=_reasoning_config(args, path, model_config),
+        reasoning_config=reasoning_config(args.reasoning_config, path, model_config),
     )
 
 
@@ -143,14 +143,14 @@ def _tokenizer_path(args: EngineArgs, settings: Settings) -> Path | None:
 def _model_config(
     args: EngineArgs, path: Path, metadata: ModelMetadata, tokenizer_path: Path | None
 ) -> ModelConfig:
-    _check_choice("runner", args.runner, ("auto", "generate", "pooling", "both"))
-    _check_choice("logprobs_mode", args.logprobs_mode, LOGPROBS_MODES)
-    _check_choice(
+    check_choice("runner", args.runner, ("auto", "generate", "pooling", "both"))
+    check_choice("logprobs_mode", args.logprobs_mode, LOGPROBS_MODES)
+    check_choice(
         "activation_precision",
         args.activation_precision,
         ("default", "high", "int8", "mixed", "int16", "float32"),
     )
-    _check_choice("backend", args.backend, ("native", "reference"))
+    check_choice("backend", args.backend, ("native", "reference"))
     if args.dtype not in ("auto", "float32", "float"):
         raise UnsupportedFeatureError(
             f"dtype={args.dtype!r} is not supported: weights are used as they are stored and "
@@ -222,8 +222,8 @@ def _pooler_config(args: EngineArgs, metadata: ModelMetadata) -> PoolerConfig:
         given = dataclasses.asdict(base) | given
         sizes = given["matryoshka_dimensions"]
         given["matryoshka_dimensions"] = tuple(sizes) if isinstance(sizes, list) else sizes
-    config = _from_dict("pooler_config", PoolerConfig, given) or base
-    _check_choice("pooler_config.pooling_type", config.pooling_type, POOLING_TYPES)
+    config = config_from_dict("pooler_config", PoolerConfig, given) or base
+    check_choice("pooler_config.pooling_type", config.pooling_type, POOLING_TYPES)
     check_bool("pooler_config.use_activation", config.use_activation)
     check_bool("pooler_config.is_matryoshka", config.is_matryoshka)
     for size in config.matryoshka_dimensions:
@@ -268,7 +268,7 @@ def _max_model_len(
 
 
 def _generation_defaults(args: EngineArgs, metadata: ModelMetadata) -> dict[str, Any]:
-    _check_choice("generation_config", args.generation_config, ("auto", "none", "vllm"))
+    check_choice("generation_config", args.generation_config, ("auto", "none", "vllm"))
     defaults = metadata.generation_defaults if args.generation_config == "auto" else {}
     return check_generation_overrides(args.override_generation_config, defaults)
 
@@ -281,9 +281,15 @@ def _cache_config(args: EngineArgs, whole_prompts: bool) -> CacheConfig:
             parameter="block_size",
             value=block_size,
         )
-    _check_choice("kv_cache_dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
+    check_choice("kv_cache_dtype", args.kv_cache_dtype, KV_CACHE_DTYPES)
     if args.memory_utilization is not None:
         check_float("memory_utilization", args.memory_utilization, 0, 1, open_low=True)
+    if args.kv_events_replay_endpoint is not None and args.kv_events_endpoint is None:
+        raise InvalidParameterError(
+            "kv_events_replay_endpoint needs kv_events_endpoint: nothing is published without it",
+            parameter="kv_events_replay_endpoint",
+            value=args.kv_events_replay_endpoint,
+        )
     for name, low in (("num_kv_blocks", 2), ("kv_cache_memory_bytes", 1)):
         if getattr(args, name) is not None:
             check_int(name, getattr(args, name), low)
@@ -308,7 +314,7 @@ def _cache_config(args: EngineArgs, whole_prompts: bool) -> CacheConfig:
 def _scheduler_config(
     args: EngineArgs, model_config: ModelConfig, whole_prompts: bool
 ) -> SchedulerConfig:
-    _check_choice("scheduling_policy", args.scheduling_policy, ("fcfs", "priority"))
+    check_choice("scheduling_policy", args.scheduling_policy, ("fcfs", "priority"))
     max_num_seqs = check_int("max_num_seqs", args.max_num_seqs, 1)
     max_model_len = model_config.max_model_len
     if args.max_num_batched_tokens is not None:
@@ -372,68 +378,16 @@ def _parallel_config(args: EngineArgs, settings: Settings) -> ParallelConfig:
                 f"{name}={getattr(args, name)} is not supported: one process uses all cores; "
                 "set num_threads instead"
             )
+    data_parallel_size = check_int("data_parallel_size", args.data_parallel_size, 1)
     return ParallelConfig(
         num_threads=num_threads,
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
-        data_parallel_size=check_int("data_parallel_size", args.data_parallel_size, 1),
-        data_parallel_rank=check_int("data_parallel_rank", args.data_parallel_rank, 0),
+        data_parallel_size=data_parallel_size,
+        data_parallel_rank=check_int(
+            "data_parallel_rank", args.data_parallel_rank, 0, data_parallel_size - 1
+        ),
         distributed_executor_backend=args.distributed_executor_backend or "uni",
-    )
-
-
-def _structured_outputs_config(args: EngineArgs) -> StructuredOutputsConfig:
-    config = _from_dict(
-        "structured_outputs_config", StructuredOutputsConfig, args.structured_outputs_config
-    )
-    if config is not None and config.reasoning_parser is not None:
-        raise UnsupportedFeatureError(
-            f"structured_outputs_config.reasoning_parser={config.reasoning_parser!r} is not "
-            "supported: say where thoughts begin and end with reasoning_config"
-        )
-    if config is not None:
-        check_bool("structured_outputs_config.enable_in_reasoning", config.enable_in_reasoning)
-        if config.backend not in ("auto", "guidance"):
-            raise UnsupportedFeatureError(
-                f"structured_outputs_config.backend={config.backend!r} is not supported: grammars "
-                "are compiled by llguidance; use 'guidance', or leave it out"
-            )
-    return config or StructuredOutputsConfig()
-
-
-def _reasoning_config(args: EngineArgs, path: Path, model: ModelConfig) -> ReasoningConfig | None:
-    """The markers as ids: those given, or what the tokenizer makes of their texts."""
-    config = _from_dict("reasoning_config", ReasoningConfig, args.reasoning_config)
-    if config is None:
-        return None
-    tokenizer: Any = None
-    found: dict[str, tuple[int, ...]] = {}
-    for name in ("think_start", "think_end"):
-        ids = tuple(getattr(config, f"{name}_token_ids"))
-        if not ids:
-            if model.skip_tokenizer_init:
-                raise InvalidParameterError(
-                    f"reasoning_config.{name}_token_ids must be given: there is no tokenizer",
-                    parameter="reasoning_config",
-                )
-            if tokenizer is None:
-                from tellin.loading import load_tokenizer
-
-                tokenizer = load_tokenizer(model.tokenizer_path or path)
-            text = getattr(config, f"{name}_str")
-            ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if text else ()
-        if not ids or not all(isinstance(i, int) and 0 <= i < model.vocab_size for i in ids):
-            raise InvalidParameterError(
-                f"reasoning_config.{name} must be at least one id below {model.vocab_size}, "
-                f"got {list(ids)}",
-                parameter="reasoning_config",
-                value=list(ids),
-            )
-        found[f"{name}_token_ids"] = ids
-    return dataclasses.replace(
-        config,
-        think_start_token_ids=found["think_start_token_ids"],
-        think_end_token_ids=found["think_end_token_ids"],
     )
 
 
@@ -449,52 +403,3 @@ def _lora_config(args: EngineArgs) -> LoRAConfig | None:
     kept = max_loras if args.max_cpu_loras is None else args.max_cpu_loras
     kept = check_int("max_cpu_loras", kept, max_loras)
     return LoRAConfig(rank, max_loras, kept) if args.enable_lora else None
-
-
-def _speculative_config(args: EngineArgs) -> SpeculativeConfig | None:
-    config = _from_dict("speculative_config", SpeculativeConfig, args.speculative_config)
-    if config is None:
-        return None
-    _check_choice("speculative_config.method", config.method, SPECULATIVE_METHODS)
-    wanted = config.num_speculative_tokens
-    check_int("speculative_config.num_speculative_tokens", wanted, 1, MAX_DRAFT_TOKENS)
-    if (config.method == "draft_model") != (config.model is not None):
-        raise InvalidParameterError(
-            "speculative_config.model is needed by method 'draft_model' and by no other, got "
-            f"method={config.method!r}, model={config.model!r}",
-            parameter="speculative_config.model",
-            value=config.model,
-        )
-    return config
-
-
-def _from_dict(name: str, cls: type[_T], given: Any) -> _T | None:
-    """A configuration object from a dict, or as it is."""
-    if given is None or isinstance(given, cls):
-        return given
-    if not isinstance(given, Mapping):
-        raise InvalidTypeError(
-            f"{name} must be a dict or a {cls.__name__}, got {type(given).__name__}",
-            parameter=name,
-            value=given,
-        )
-    known = {field.name for field in dataclasses.fields(cast("Any", cls))}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise InvalidParameterError(
-            f"unknown key {unknown[0]!r} in {name}; known: {', '.join(sorted(known))}",
-            parameter=f"{name}.{unknown[0]}",
-        )
-    try:
-        return cls(**given)
-    except TypeError as exc:
-        raise InvalidParameterError(f"{name}: {exc}", parameter=name) from None
-
-
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise InvalidParameterError(
-            f"{name} must be one of {', '.join(choices)}, got {value!r}",
-            parameter=name,
-            value=value,
-        )
