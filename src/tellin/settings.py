@@ -6,6 +6,7 @@ is built; later changes of the environment have no effect on engines that exist.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,7 +53,8 @@ class Settings:
         """Read the environment.
 
         Raises:
-            InvalidParameterError: a variable does not parse; the message names it and its value.
+            InvalidParameterError: a variable does not parse, or is out of range; the message names
+                it and its value.
         """
         env = os.environ if environ is None else environ
 
@@ -71,6 +73,16 @@ class Settings:
                     value=raw,
                 ) from None
 
+        def number(name: str, parse: type, default: float, low: float) -> float:
+            value = float(str(get(name, parse, default)))
+            if not low <= value < math.inf:  # false for NaN too
+                raise InvalidParameterError(
+                    f"environment variable TELLIN_{name} must be at least {low:g}, got {value:g}",
+                    parameter=f"TELLIN_{name}",
+                    value=value,
+                )
+            return value
+
         cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~")).expanduser() / ".cache")
         interval = get("LOG_STATS_INTERVAL", float, 10.0)
         return cls(
@@ -79,12 +91,12 @@ class Settings:
             num_threads=get("NUM_THREADS", int, None),  # type: ignore[arg-type]
             enable_multiprocessing=bool(get("ENABLE_MULTIPROCESSING", bool, False)),
             log_stats_interval_s=interval if isinstance(interval, float) and interval > 0 else 10.0,
-            engine_ready_timeout_s=float(str(get("ENGINE_READY_TIMEOUT_S", float, 600.0))),
-            shutdown_timeout_s=float(str(get("SHUTDOWN_TIMEOUT_S", float, 5.0))),
-            max_n_sequences=int(str(get("MAX_N_SEQUENCES", int, 16384))),
-            msgpack_zero_copy_threshold=int(str(get("MSGPACK_ZERO_COPY_THRESHOLD", int, 256))),
+            engine_ready_timeout_s=number("ENGINE_READY_TIMEOUT_S", float, 600.0, 0.0),
+            shutdown_timeout_s=number("SHUTDOWN_TIMEOUT_S", float, 5.0, 0.0),
+            max_n_sequences=int(number("MAX_N_SEQUENCES", int, 16384, 1)),
+            msgpack_zero_copy_threshold=int(number("MSGPACK_ZERO_COPY_THRESHOLD", int, 256, 0)),
             allow_insecure_serialization=bool(get("ALLOW_INSECURE_SERIALIZATION", bool, False)),
-            output_chunk_size=int(str(get("OUTPUT_CHUNK_SIZE", int, 128))),
+            output_chunk_size=int(number("OUTPUT_CHUNK_SIZE", int, 128, 1)),
             rpc_base_path=get("RPC_BASE_PATH", str, None),  # type: ignore[arg-type]
             profiling_scopes=bool(get("PROFILING_SCOPES", bool, False)),
             check_invariants=bool(get("CHECK_INVARIANTS", bool, False)),

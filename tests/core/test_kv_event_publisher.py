@@ -12,6 +12,7 @@ import zmq
 
 from tellin.core.kv_event_publisher import END_OF_REPLAY, KVEventPublisher
 from tellin.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from tellin.exceptions import InvalidParameterError
 from tests.core.driver import Driver
 from tests.core.test_scheduler import unlike
 
@@ -101,9 +102,18 @@ def test_events_of_an_engine_reach_a_subscriber(tmp_path: Path) -> None:
     assert "tellin-kv-events" not in [t.name for t in threading.enumerate()]
 
 
-def test_a_bad_endpoint_is_an_error_at_start() -> None:
-    with pytest.raises(zmq.ZMQError):
-        Driver(cache={"enable_kv_cache_events": True, "kv_events_endpoint": "ipc:///no/such/x"})
+@pytest.mark.parametrize(
+    ("endpoints", "name"),
+    [
+        (("nonsense",), "kv_events_endpoint='nonsense'"),
+        (("ipc://{}", "tcp://nonsense"), "kv_events_replay_endpoint='tcp://nonsense'"),
+    ],
+)
+def test_a_bad_endpoint_is_an_error_at_start(
+    endpoints: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidParameterError, match=f"{name} cannot be used: "):
+        KVEventPublisher(*(endpoint.format(tmp_path / "a") for endpoint in endpoints))
 
 
 def test_shutdown_sends_what_is_queued_and_is_idempotent(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from tellin.core.kv_events import KVEventBatch
+from tellin.exceptions import InvalidParameterError
 
 logger = logging.getLogger("tellin.core")
 
@@ -38,7 +39,7 @@ class KVEventPublisher:
 
         Raises:
             ImportError: pyzmq is not installed (``pip install 'tellin[mp]'``).
-            zmq.ZMQError: an endpoint is not usable.
+            InvalidParameterError: an endpoint is not usable.
         """
         import zmq
 
@@ -49,21 +50,30 @@ class KVEventPublisher:
         self._context = zmq.Context()
         self._replay: Any = None
         try:
-            self._publisher = self._open(zmq.PUB, endpoint)
+            self._publisher = self._open(zmq.PUB, "kv_events_endpoint", endpoint)
             if replay_endpoint is not None:
-                self._replay = self._open(zmq.ROUTER, replay_endpoint)
+                name = "kv_events_replay_endpoint"
+                self._replay = self._open(zmq.ROUTER, name, replay_endpoint)
         except BaseException:
             self._context.destroy(linger=0)
             raise
         self._thread = threading.Thread(target=self._run, name="tellin-kv-events", daemon=True)
         self._thread.start()
 
-    def _open(self, kind: int, endpoint: str) -> Any:
+    def _open(self, kind: int, name: str, endpoint: str) -> Any:
         socket = self._context.socket(kind)
         socket.set_hwm(MAX_UNSENT_BATCHES)
         socket.linger = 0
         binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc:", "inproc:"))
-        (socket.bind if binds else socket.connect)(endpoint)
+        try:
+            (socket.bind if binds else socket.connect)(endpoint)
+        except self._zmq.ZMQError as error:
+            raise InvalidParameterError(
+                f"{name}={endpoint!r} cannot be used: {error.strerror}; write, for example, "
+                "tcp://*:5557",
+                parameter=name,
+                value=endpoint,
+            ) from None
         return socket
 
     def publish(self, batch: KVEventBatch) -> None:
