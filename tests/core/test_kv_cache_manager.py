@@ -111,8 +111,10 @@ def test_a_copy_may_reuse_its_own_source() -> None:
 def test_a_copy_refreshes_its_source() -> None:
     manager = KVCacheManager(6, 4, 64)
     run(manager, make(8))
+    run(manager, Request("later", [90, 91, 92, 93], SamplingParams(), None, max_model_len=64))
     request = make(8)
     hit = manager.get_computed_blocks(request)
+    assert hit.copy_from != manager.pool.free_block_ids()[-1]
     assert manager.admit(request, hit, 1) == [(hit.copy_from, request.block_ids[1])]
     assert manager.pool.free_block_ids()[-1] == hit.copy_from
 

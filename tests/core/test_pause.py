@@ -118,6 +118,22 @@ def test_wait_drains_preempted_requests_too() -> None:
     assert driver.tokens["new"] == []
 
 
+def test_wait_is_not_over_while_all_that_ran_are_preempted() -> None:
+    """T5: with nothing running, requests that ran before are still in flight."""
+    driver = running_driver()
+    future = driver.core.pause_scheduler("wait", clear_cache=False)
+    assert future is not None
+    assert driver.core.reset_prefix_cache(reset_running_requests=True)
+    assert driver.scheduler.running == []
+    assert driver.scheduler.get_num_unfinished_requests() == 3
+    while driver.core.has_work():
+        driver.step()
+    driver.core.run_idle_callbacks()
+    assert future.done()
+    for i in range(3):
+        driver.check_lone(f"r{i}", 8)
+
+
 def test_wait_on_an_idle_engine_is_done_at_once() -> None:
     driver = Driver()
     assert driver.core.pause_scheduler("wait") is None

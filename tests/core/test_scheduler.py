@@ -206,6 +206,20 @@ def test_chunks_emit_nothing() -> None:
     assert batches == {}
 
 
+def test_prefill_stats_do_not_come_again_after_a_preemption() -> None:
+    """1.2.6: they tell of the first admission; what is computed once more is not a prompt's."""
+    driver = Driver()
+    driver.add("a", unlike(0, 9), 6)
+    driver.step()
+    driver.step()
+    assert driver.core.reset_prefix_cache(reset_running_requests=True)
+    driver.run()
+    assert driver.scheduler.num_preemptions == 1
+    first, *later = [output.prefill_stats for output in driver.outputs["a"]]
+    assert first is not None
+    assert later == [None] * 5
+
+
 def test_prefill_stats_come_once() -> None:
     """1.2.6, TYP-18."""
     driver = Driver(log_stats=True)
