@@ -382,6 +382,16 @@ def test_8_5_names_and_values() -> None:
     )
 
 
+def test_8_6_counters_of_speculation_are_there_before_the_first_draft() -> None:
+    """What a dashboard asks for exists at 0; the vector has one place for each position."""
+    logger = PrometheusStatLogger(make_config(speculative_config=SpeculativeConfig("ngram", 3)), 0)
+    metrics = logger.snapshot()
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert value(metrics, f"spec_decode_{name}") == 0
+    (vector,) = [metric for metric in metrics if isinstance(metric, Vector)]
+    assert vector.values == [0, 0, 0]
+
+
 def test_s44_sta25_sleep_states() -> None:
     logger = full_logger()
     states = []

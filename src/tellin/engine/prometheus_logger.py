@@ -191,6 +191,12 @@ class PrometheusStatLogger(StatLoggerBase):
                 *(self._generation_tokens, self._corrupted),
             ):
                 counter.inc(engine, 0)
+            speculation = self._config.speculative_config
+            if speculation is not None:
+                for counter in (self._spec_drafts, self._spec_draft_tokens, self._spec_accepted):
+                    counter.inc(engine, 0)
+                for position in range(speculation.num_speculative_tokens):
+                    self._spec_per_position.inc((*engine, str(position)), 0)
             for reason in ("capacity", "deferred"):
                 self._waiting_by_reason.set((*engine, reason), 0)
             for source in PROMPT_TOKEN_SOURCES:
