@@ -270,6 +270,24 @@ def test_out3_external_ids_reach_all_that_share_them() -> None:
     assert len(outputs) == 3
 
 
+def test_out30_an_external_id_is_known_until_its_last_child_ended() -> None:
+    """ENG-41, OUT-30: what is left of a request can be aborted, and its id is still taken."""
+    target = processor()
+    made = request(n=3, temperature=1.0)
+    parent = ParentRequest(made)
+    for index in range(3):
+        child_id, params = parent.get_child_info(index)
+        child = EngineCoreRequest(
+            child_id, list(PROMPT), None, params, None, 1.0, external_req_id="x"
+        )
+        target.add_request(child, None, parent, index)
+    ended = output(text_ids("a"), "1_x-1", finish_reason=FinishReason.LENGTH)
+    target.process_outputs([ended], 1.0)
+    assert target.has_external_request("x")
+    assert target.abort_requests(["x"], internal=False)[0] == ["0_x-1", "2_x-1"]
+    assert target.external_req_ids == target.parent_requests == {}
+
+
 def test_duplicate_internal_ids_are_refused() -> None:
     target = processor()
     target.add_request(request(), None)
