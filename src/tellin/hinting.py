@@ -30,8 +30,20 @@ class HintingMeta(msgspec.StructMeta):
                 raise unknown_parameter(cls.__name__, unknown, fields) from None
 
 
+_ELSEWHERE = {
+    "guided_decoding": "write structured_outputs",
+    "normalize": "write use_activation",
+    "routed_experts_prompt_start": "which experts were used is not told; leave it out",
+    "truncate_prompt_tokens": "give it to the call, in tokenization_kwargs",
+    "use_beam_search": "call LLM.beam_search",
+}
+"""Parameters of vLLM's, of this version or earlier ones, and what to do instead."""
+
+
 def unknown_parameter(owner: str, name: str, known: Iterable[str]) -> InvalidTypeError:
     """The error for a parameter that does not exist."""
     near = difflib.get_close_matches(name, list(known), n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
+    if name in _ELSEWHERE:
+        hint = f": {_ELSEWHERE[name]}"
     return InvalidTypeError(f"{owner} has no parameter {name!r}{hint}", parameter=name)

@@ -121,6 +121,8 @@ def test_p11_unknown_parameters_are_refused_by_name() -> None:
         with pytest.raises(InvalidParameterError, match="did you mean temperature") as caught:
             make(temprature=None)  # type: ignore[call-arg]
         assert caught.value.parameter == "temprature"
+    with pytest.raises(TypeError, match="no parameter 'guided_decoding': write structured_outputs"):
+        SamplingParams(guided_decoding=None)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="PoolingParams has no parameter 'dimension'; did you mean"):
         PoolingParams(dimension=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="positional"):
