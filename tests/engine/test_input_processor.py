@@ -457,6 +457,14 @@ def test_p53_inp46_end_of_sequence_ids(ignore_eos: bool) -> None:
     assert params.stop_token_ids == [9], "the caller's object is not changed"
 
 
+def test_inp47_bad_words_beyond_the_tokenizers_range_are_refused() -> None:
+    """A tokenizer of another model may know more ids than this model has."""
+    largest = max(text_ids("the") + text_ids(" the"))
+    process(gate(tokenizer_size=largest + 1), params=SamplingParams(bad_words=["the"]))
+    with pytest.raises(InvalidParameterError, match="bad word 'the' cannot be expressed in tokens"):
+        process(gate(tokenizer_size=largest), params=SamplingParams(bad_words=["the"]))
+
+
 def test_inp47_bad_words_in_all_tokenisations() -> None:
     request = process(gate(), params=SamplingParams(bad_words=["the", "zz"]))
     assert request.sampling_params is not None
