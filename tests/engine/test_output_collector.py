@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tellin.engine.output_collector import RequestOutputCollector
-from tellin.exceptions import EngineDeadError
-from tellin.outputs import CompletionOutput, RequestOutput
+from tellin.exceptions import EngineDeadError, RequestFailedError
+from tellin.metrics import RequestStateStats
+from tellin.outputs import CompletionOutput, Logprob, RequestOutput
 from tellin.sampling_params import RequestOutputKind
 
 
@@ -68,6 +69,37 @@ def test_out_26_a_later_cumulative_output_replaces_the_earlier() -> None:
     output = collector.get_nowait()
     assert isinstance(output, RequestOutput)
     assert (output.text, output.outputs[0].token_ids, output.finished) == ("ab", [1, 2], True)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+def test_out_26_a_merged_output_says_why_the_request_failed(kind: RequestOutputKind) -> None:
+    """What belongs to the request, not to a completion, comes from the output that has it."""
+    collector = RequestOutputCollector(kind)
+    first, last = an_output("a", [1]), an_output("", [], finished=True)
+    first.num_cached_tokens = 7
+    last.error = RequestFailedError("NaN in logits")
+    last.metrics = RequestStateStats(1.0)
+    collector.put(first)
+    collector.put(last)
+    merged = collector.get_nowait()
+    assert isinstance(merged, RequestOutput)
+    assert merged.finished
+    assert merged.error is last.error
+    assert merged.metrics is last.metrics
+    assert merged.num_cached_tokens == 7
+
+
+def test_out_26_prompt_logprobs_of_either_output_are_kept() -> None:
+    """With deltas they come once, at the beginning; a later output has an empty list."""
+    for early, late in ((True, False), (False, True)):
+        collector = RequestOutputCollector(RequestOutputKind.DELTA)
+        for has_them in (early, late):
+            output = an_output("a", [1])
+            output.prompt_logprobs = [None, {1: Logprob(-1.0, 1)}] if has_them else []
+            collector.put(output)
+        merged = collector.get_nowait()
+        assert isinstance(merged, RequestOutput)
+        assert merged.prompt_logprobs == [None, {1: Logprob(-1.0, 1)}]
 
 
 def test_out_27_a_stored_exception_is_raised_once() -> None:

@@ -238,6 +238,21 @@ def test_smp6_from_optional_takes_every_field() -> None:
         SamplingParams.from_optional(logit_bias={"abc": 1.0, "5": 2.0})
 
 
+MUTABLE_FIELDS: dict[str, Any] = {
+    "stop": ["a"],
+    "stop_token_ids": [1],
+    "all_stop_token_ids": {1},
+    "logprob_token_ids": [1],
+    "logit_bias": {1: 1.0},
+    "allowed_token_ids": [1],
+    "bad_words": ["a"],
+    "bad_words_token_ids": [[1]],
+    "extra_args": {"a": 1},
+    "structured_outputs": {"regex": "a"},
+    "repetition_detection": {"max_pattern_size": 1, "min_count": 2},
+}
+
+
 def test_smp7_clone_is_independent() -> None:
     def processor(*args: Any) -> None: ...
 
@@ -264,6 +279,11 @@ def test_smp7_clone_is_independent() -> None:
     assert params.structured_outputs.json == {"type": "object"}  # type: ignore[union-attr]
     assert clone.logits_processors is not None
     assert clone.logits_processors[0] is processor
+    for name, value in MUTABLE_FIELDS.items():
+        params = SamplingParams(**{name: value})
+        clone = params.clone()
+        assert getattr(clone, name) == getattr(params, name)
+        assert getattr(clone, name) is not getattr(params, name), name
     shallow = SamplingParams(stop=["a"], skip_clone=True)
     assert shallow.clone().stop is shallow.stop
     assert copy.deepcopy(params) == params
