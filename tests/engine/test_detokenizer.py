@@ -252,13 +252,21 @@ def test_stop_inside_a_step_cuts_ids_and_text_alike() -> None:
     assert len(detokenizer.token_ids) == len("abcSTOP")
 
 
-def test_det3_no_stop_before_min_tokens() -> None:
+@pytest.mark.parametrize(("min_tokens", "num_tokens"), [(1, 2), (2, 4), (3, 4), (4, 6)])
+def test_det3_no_stop_before_min_tokens(min_tokens: int, num_tokens: int) -> None:
     """A match that ends in the text of the first min_tokens tokens is not one."""
-    detokenizer = make("byte_level", stop=["b"], min_tokens=3)
+    detokenizer = make("byte_level", stop=["b"], min_tokens=min_tokens)
     pieces, stop = deltas(detokenizer, letters("byte_level", "abababab"))
     assert stop == "b"
-    assert "".join(pieces) == "aba"
-    assert len(detokenizer.token_ids) == 4
+    assert "".join(pieces) == "abababab"[: num_tokens - 1]
+    assert len(detokenizer.token_ids) == num_tokens
+
+
+def test_det6_nothing_is_held_back_of_a_stop_string_that_is_shown() -> None:
+    detokenizer = make("byte_level", stop=["defX"], include_stop_str_in_output=True)
+    pieces, stop = deltas(detokenizer, letters("byte_level", "abcdefX"))
+    assert stop == "defX"
+    assert pieces == list("abcdefX")
 
 
 @given(
