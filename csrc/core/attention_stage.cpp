@@ -326,9 +326,9 @@ void AttentionStage::write_out(const Item& item, int64_t kv_head, const float* r
       kernels_.attention->finish(shape_.head_dim, running + (t * group + g) * stride,
                                  out + g * shape_.head_dim);
     }
-    quantize_columns(kernels_, output_precisions_, *buffers_.out, row, kv_head * columns,
-                     (kv_head + 1) * columns);
   }
+  quantize_columns(kernels_, output_precisions_, *buffers_.out, item.first_token,
+                   item.first_token + item.num_tokens, kv_head * columns, (kv_head + 1) * columns);
 }
 
 bool AttentionStage::quantize_output(const Buffer& out, ActPrecision precision) {

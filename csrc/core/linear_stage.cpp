@@ -23,6 +23,8 @@ constexpr int64_t kTaskBytes = 64 << 10;
 constexpr int64_t kTasksLeft = 2;  // a task is at most this part of what is left of a share
 // Integer kernels walk two groups side by side; their outputs are a block of the next layer's activations.
 constexpr int64_t kIntGroups = 2;
+// Rows whose outputs are finished, then quantised while they are in cache.
+constexpr int64_t kFinishRows = 16;
 static_assert(kIntGroups * kGroupRows % kActBlock == 0 && kGroupsPerTask % kIntGroups == 0);
 static_assert(kGroupsPerTask * kGroupRows % kSampleBlock == 0);
 
@@ -38,9 +40,9 @@ int64_t group_bytes(const LinearPart& part) {
 LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buffer* x,
                          std::vector<LinearPart> parts)
     : kernels_(kernels), num_threads_(num_threads), x_(x), parts_(std::move(parts)) {
-  bool needs_scratch = false;
+  int64_t scratch_tiles = 0;
   for (const LinearPart& part : parts_) {
-    needs_scratch = needs_scratch || part.up != nullptr || part.residual != nullptr;
+    scratch_tiles = std::max<int64_t>(scratch_tiles, part.up != nullptr ? 2 : part.residual != nullptr);
   }
   for (size_t i = 0; i < parts_.size(); ++i) {
     const int64_t num_groups = parts_[i].weight->num_groups;
@@ -54,8 +56,10 @@ LinearStage::LinearStage(const KernelTables& kernels, int num_threads, const Buf
   for (const Chunk& chunk : small_chunks_) {
     widest = std::max<int64_t>(widest, (chunk.end - chunk.begin) * kGroupRows);
   }
-  if (needs_scratch) {
-    const int64_t floats = kTaskRows * widest;
+  if (scratch_tiles > 0) {
+    // The second tile does not start a whole number of pages after the first, or their stores would alias.
+    tile_floats_ = kTaskRows * widest + 16;
+    const int64_t floats = scratch_tiles * tile_floats_;
     for (int member = 0; member < num_threads_; ++member) {
       scratch_.emplace_back(static_cast<size_t>(floats) * sizeof(float), /*huge_pages=*/false);
     }
@@ -145,8 +149,8 @@ void LinearStage::run(int64_t task, int member) noexcept {
     PackedMatrix gate_weight = *part.weight, up_weight = *part.up;
     gate_weight.follow = up_weight.data + chunk.begin * static_cast<int64_t>(up_weight.group_bytes);
     up_weight.follow = gate_weight.data + chunk.end * static_cast<int64_t>(gate_weight.group_bytes);
-    product(part.precision, gate_weight, m0, m1, chunk, part.out->base, part.out->stride);
-    product(part.precision, up_weight, m0, m1, chunk, scratch_origin, count);
+    product(part.precision, gate_weight, m0, m1, chunk, scratch_origin, count);
+    product(part.precision, up_weight, m0, m1, chunk, scratch_origin + tile_floats_, count);
   } else if (part.residual != nullptr) {
     // `out` may be `residual`: the product must not overwrite it.
     product(part.precision, *part.weight, m0, m1, chunk, scratch_origin, count);
@@ -165,27 +169,49 @@ void LinearStage::note_maxima(const Buffer& out, int64_t m0, int64_t m1, int64_t
                               maxima.base + m0 * maxima.stride + column / kSampleBlock, maxima.stride);
 }
 
+// Both products of rows [0, rows) in scratch to act(gate) * up in `out`, which may be `gate`.
+void LinearStage::gate(const LinearPart& part, int64_t rows, int64_t column, int64_t count, float* gate,
+                       float* out, int64_t ldo) const {
+  const VectorKernels& k = *kernels_.vector;
+  if (part.bias == nullptr && part.up_bias == nullptr && ldo == count) {
+    count *= rows;  // rows without a gap are one
+    rows = 1;
+  }
+  for (int64_t m = 0; m < rows; ++m, gate += count, out += ldo) {
+    float* up = gate + tile_floats_;
+    if (part.bias != nullptr) k.add(gate, part.bias + column, count, gate);
+    if (part.up_bias != nullptr) k.add(up, part.up_bias + column, count, up);
+    k.act_mul(part.act, gate, up, count, out);
+  }
+}
+
 // What follows the products of columns [column, column + count).
 void LinearStage::finish(const LinearPart& part, int64_t m0, int64_t m1, int64_t column, int64_t count,
                          float* scratch) const {
   const VectorKernels& k = *kernels_.vector;
   if (part.up == nullptr && part.residual == nullptr && part.bias == nullptr && output_precisions_.empty())
     return;
-  for (int64_t m = m0; m < m1; ++m) {
-    float* out = part.out->row(m) + column;
+  const bool in_scratch = part.up != nullptr && !keeps_values_;
+  float* const values = in_scratch ? scratch - m0 * count - column : part.out->base;
+  const int64_t stride = in_scratch ? count : part.out->stride;
+  for (int64_t begin = m0; begin < m1; begin += kFinishRows) {
+    const int64_t end = std::min(m1, begin + kFinishRows);
+    float* out = values + begin * stride + column;
+    float* y = scratch == nullptr ? nullptr : scratch + (begin - m0) * count;
     if (part.up != nullptr) {
-      float* up = scratch + (m - m0) * count;
-      if (part.bias != nullptr) k.add(out, part.bias + column, count, out);
-      if (part.up_bias != nullptr) k.add(up, part.up_bias + column, count, up);
-      k.act_mul(part.act, out, up, count, out);
+      gate(part, end - begin, column, count, y, out, stride);
     } else if (part.residual != nullptr) {
-      float* y = scratch + (m - m0) * count;
-      if (part.bias != nullptr) k.add(y, part.bias + column, count, y);
-      k.add(y, part.residual->row(m) + column, count, out);
+      for (int64_t m = begin; m < end; ++m, y += count, out += stride) {
+        if (part.bias != nullptr) k.add(y, part.bias + column, count, y);
+        k.add(y, part.residual->row(m) + column, count, out);
+      }
     } else if (part.bias != nullptr) {
-      k.add(out, part.bias + column, count, out);
+      for (int64_t m = begin; m < end; ++m, out += stride) k.add(out, part.bias + column, count, out);
     }
-    quantize_columns(kernels_, output_precisions_, *part.out, m, column, column + count);
+    for (const ActPrecision precision : output_precisions_) {
+      kernels_.linear->quantize_part(precision, values, stride, begin, end, column, column + count,
+                                     part.out->quantized(precision).rows);
+    }
   }
 }
 
@@ -198,6 +224,7 @@ bool LinearStage::quantize_output(const Buffer& out, ActPrecision precision) {
 
 bool LinearStage::find_maxima(Buffer& out) {
   if (parts_.size() != 1 || parts_[0].out != &out) return false;
+  keeps_values_ = true;
   finds_maxima_ = true;
   cut_shares();
   return true;

@@ -31,6 +31,9 @@ class LinearStage final : public Stage {
   void run(int64_t task, int member) noexcept override;
   bool quantize_output(const Buffer& out, ActPrecision precision) override;
   bool find_maxima(Buffer& out) override;
+  // While building: the output's values are read, not only its quantised rows. Those of a gated layer are
+  // written only then.
+  void keep_values() { keeps_values_ = true; }
 
  private:
   struct Chunk {
@@ -39,6 +42,8 @@ class LinearStage final : public Stage {
   };
   void cut_shares();
   void note_maxima(const Buffer& out, int64_t m0, int64_t m1, int64_t column, int64_t count) const;
+  void gate(const LinearPart& part, int64_t rows, int64_t column, int64_t count, float* gate, float* out,
+            int64_t ldo) const;
   void finish(const LinearPart& part, int64_t m0, int64_t m1, int64_t column, int64_t count,
               float* scratch) const;
   void product(ActPrecision precision, const PackedMatrix& w, int64_t m0, int64_t m1, const Chunk& chunk,
@@ -50,10 +55,12 @@ class LinearStage final : public Stage {
   const std::vector<LinearPart> parts_;
   std::vector<ActPrecision> output_precisions_;  // in which the output is quantised
   bool finds_maxima_ = false;
+  bool keeps_values_ = false;
   std::vector<Chunk> small_chunks_, large_chunks_;  // for few rows, for many
   std::vector<int64_t> small_shares_;  // of small_chunks_: where each member's begin, and the end
   const std::vector<Chunk>* chunks_ = nullptr;
-  std::vector<MappedMemory> scratch_;  // per member, for one tile
+  std::vector<MappedMemory> scratch_;  // per member, for a tile of each matrix
+  int64_t tile_floats_ = 0;
   int64_t num_rows_ = 0;
   int64_t block_rows_ = 0;  // rows that one member works on, mostly
   int64_t tile_rows_ = 0;

@@ -147,6 +147,8 @@ int Program::lora(int x, const std::vector<int>& outs, int64_t max_rank) {
     lora.scratch.emplace_back(static_cast<size_t>(kLoraRows * kLoraColumns) * sizeof(float),
                               /*huge_pages=*/false);
   }
+  state_->reads(input);
+  for (const Buffer* target : targets) state_->reads(*target);
   const std::vector<Buffer*> low(shared.begin(), shared.begin() + static_cast<int64_t>(outs.size()));
   std::unique_ptr<Stage> shrink =
       std::make_unique<LoraShrinkStage>(state_->kernels, &lora, &input, first_site, low);

@@ -59,14 +59,28 @@ RowChain& Program::State::chain(RowKind rows) {
 }
 
 void Program::State::append(const RowOp& op, Buffer& target) {
-  chain(target.rows).append(op);
+  append(op, target.rows);
   wrote(target);
+}
+
+void Program::State::append(const RowOp& op, RowKind rows) {
+  for (const Buffer* buffer : {op.x, op.y}) {
+    if (buffer != nullptr) reads(*buffer);
+  }
+  chain(rows).append(op);
+}
+
+void Program::State::reads(const Buffer& buffer) {
+  for (const auto& [target, layer] : unread) {
+    if (target == &buffer) layer->keep_values();
+  }
 }
 
 void Program::State::wrote(const Buffer& target) {
   const auto is_target = [&](const auto& entry) { return entry.first == &target; };
   quantized_valid.erase(std::remove_if(quantized_valid.begin(), quantized_valid.end(), is_target),
                         quantized_valid.end());
+  unread.erase(std::remove_if(unread.begin(), unread.end(), is_target), unread.end());
 }
 
 void Program::State::quantize(Buffer& x, ActPrecision precision) {
@@ -78,7 +92,7 @@ void Program::State::quantize(Buffer& x, ActPrecision precision) {
   RowOp op = make(RowOp::Kind::kQuantize);
   op.precision = precision;
   op.x = &x;
-  chain(x.rows).append(op);
+  append(op, x.rows);
 }
 
 size_t Program::State::shape_index(const AttentionShape& shape) {
@@ -236,6 +250,7 @@ void Program::gather_rows(int x, int out) {
   for (const State::StageEntry& entry : state_->stages) {
     if (entry.rows == RowKind::kLogits) state_->logits_before_gather = true;
   }
+  state_->reads(source);
   state_->stages.push_back({std::make_unique<GatherStage>(&source, &target), RowKind::kTokens});
   state_->wrote(target);
 }
@@ -309,11 +324,18 @@ const Program::Weight& Program::checked_weight(int id, const Buffer& input) cons
 void Program::add_linear(Buffer& input, std::vector<LinearPart> parts) {
   if (parts.empty()) return;
   for (const LinearPart& part : parts) {
-    if (part.precision != ActPrecision::kFloat32) state_->quantize(input, part.precision);
+    if (part.precision == ActPrecision::kFloat32) {
+      state_->reads(input);
+    } else {
+      state_->quantize(input, part.precision);
+    }
+    if (part.residual != nullptr) state_->reads(*part.residual);
   }
   for (const LinearPart& part : parts) state_->wrote(*part.out);
-  state_->stages.push_back(
-      {std::make_unique<LinearStage>(state_->kernels, num_threads(), &input, std::move(parts)), input.rows});
+  const Buffer* const gated = parts[0].up != nullptr ? parts[0].out : nullptr;
+  auto stage = std::make_unique<LinearStage>(state_->kernels, num_threads(), &input, std::move(parts));
+  if (gated != nullptr) state_->unread.emplace_back(gated, stage.get());
+  state_->stages.push_back({std::move(stage), input.rows});
 }
 
 void Program::attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
@@ -353,11 +375,12 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
     store.y = &value;
     store.pool = &pool_;
     store.layer = layer;
-    state_->chain(RowKind::kTokens).append(store);
+    state_->append(store, RowKind::kTokens);
   } else {
     require(window == 0, "attention: a window needs causal attention");
     state_->has_full_attention = true;
   }
+  for (const Buffer* buffer : {&query, &key, &value}) state_->reads(*buffer);
   state_->stages.push_back(
       {std::make_unique<AttentionStage>(state_->kernels, shape, state_->shape_index(shape),
                                         AttentionStage::Buffers{&query, &key, &value, &target}, scale,

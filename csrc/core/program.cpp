@@ -180,6 +180,7 @@ void Program::finalize(int output, int hidden, int64_t vocab_size) {
   for (int id : {output, hidden}) {
     if (id < 0) continue;
     Buffer& buffer = state.buffer(id);
+    state.reads(buffer);
     buffer.exported = true;
     buffer.stride = buffer.width;
   }

@@ -13,6 +13,8 @@
 
 namespace tellin {
 
+class LinearStage;
+
 struct Program::Weight {
   TensorView source;
   ActPrecision precision;
@@ -41,6 +43,8 @@ struct Program::State {
   std::vector<Rotary> rotaries;
   // Buffers whose quantised rows match their values, while building.
   std::vector<std::pair<const Buffer*, ActPrecision>> quantized_valid;
+  // Gated layers whose output has been read as quantised rows at most, while building.
+  std::vector<std::pair<const Buffer*, LinearStage*>> unread;
 
   struct StageEntry {
     std::unique_ptr<Stage> stage;
@@ -75,8 +79,12 @@ struct Program::State {
   // Appends to the last stage if that is a chain over the same rows, else starts one.
   RowChain& chain(RowKind rows);
   void append(const RowOp& op, Buffer& target);
+  // The same, without a buffer that changes.
+  void append(const RowOp& op, RowKind rows);
   // Makes quantised rows of x: once per value of x, shared by its readers.
   void quantize(Buffer& x, ActPrecision precision);
+  // Every operation notes what float values it reads, then what it writes.
+  void reads(const Buffer& buffer);
   void wrote(const Buffer& buffer);
   size_t shape_index(const AttentionShape& shape);
 };

@@ -87,11 +87,11 @@ struct KernelTables {
   const SamplingKernels* sampling;
 };
 
-// Quantises columns of a row for those who read it.
+// Quantises columns [begin, end) of rows [m0, m1) for those who read them.
 inline void quantize_columns(const KernelTables& kernels, const std::vector<ActPrecision>& precisions,
-                             const Buffer& buffer, int64_t row, int64_t begin, int64_t end) {
+                             const Buffer& buffer, int64_t m0, int64_t m1, int64_t begin, int64_t end) {
   for (const ActPrecision precision : precisions) {
-    kernels.linear->quantize_part(precision, buffer.row(row), begin, end, row,
+    kernels.linear->quantize_part(precision, buffer.base, buffer.stride, m0, m1, begin, end,
                                   buffer.quantized(precision).rows);
   }
 }

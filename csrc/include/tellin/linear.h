@@ -77,10 +77,11 @@ struct LinearKernels {
   // Dequantises row `row` of the unpacked file tensor (embedding lookup) to float32 [k].
   void (*dequantize_row)(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out);
 
-  // Quantises features [begin, end) of a row as quantize_row does; both are multiples of kActBlock. `x` is
-  // the row's feature 0. What lies behind the last block of a row is not written: pad_row does, once.
-  void (*quantize_part)(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
-                        const QuantizedRows& out);
+  // Quantises features [begin, end) of rows [m0, m1) as quantize_row does; both are multiples of kActBlock.
+  // x + m * ldx is row m's feature 0. What lies behind the last block of a row is not written: pad_row does,
+  // once.
+  void (*quantize_part)(ActPrecision precision, const float* x, int64_t ldx, int64_t m0, int64_t m1,
+                        int64_t begin, int64_t end, const QuantizedRows& out);
 
   // Writes what lies behind the last of a row's k features (a multiple of kActBlock).
   void (*pad_row)(ActPrecision precision, int64_t k, int64_t row, const QuantizedRows& out);

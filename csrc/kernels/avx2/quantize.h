@@ -1,6 +1,7 @@
 // AVX2: quantisation of float32 activations to records of one or two planes.
 #pragma once
 #include "act_rows.h"
+#include "block_walk.h"
 #include "codes.h"
 #include "tellin/linear.h"
 
@@ -193,24 +194,53 @@ TELLIN_INLINE void record_ends(__m256i qa, __m256i qb, const PairGrid& grid, __m
   words = _mm256_castsi256_ps(_mm256_blend_epi32(pairs, offsets, 0x88));
 }
 
+void repair_record(const float* x, Act8* out, uint8_t* shifted) {
+  repair_block(x, kTinyAct8, kAct8LargestMagnitude, out);
+  for (int f = 0; f < kBlockK; ++f) shifted[f] = static_cast<uint8_t>(out->q[0][f] + 128);
+}
+
 constexpr uint32_t kTinyAct8Bits = (127 - 80) << 23, kLargestAct8Bits = (127 + 100) << 23;
 static_assert(kTinyAct8 == 0x1p-80f && kAct8LargestMagnitude == 0x1p100f);
 
-// The grid of blocks A at x and B at x + 32 * (kCount - 1).
-template <int kCount>
-TELLIN_INLINE PairGrid grid_of(const float* x) {
+// Two blocks, and where they are written (see act_rows.h).
+struct Pair {
+  const float *a, *b;
+  Act8 *out_a, *out_b;
+  uint8_t *shifted_a, *shifted_b;
+};
+
+// The next two blocks of the walk. The last one of an odd number is both.
+TELLIN_INLINE Pair next_pair(BlockWalk& walk) {
+  const auto record = [&walk] { return reinterpret_cast<Act8*>(walk.records()) + walk.block(); };
+  const auto shifted = [&walk] {
+    return walk.records() + shifted_offset(walk.row_bytes()) + walk.block() * kBlockK;
+  };
+  walk.fetch_ahead<Act8>();
+  Pair pair;
+  pair.a = pair.b = walk.values();
+  pair.out_a = pair.out_b = record();
+  pair.shifted_a = pair.shifted_b = shifted();
+  walk.advance();
+  if (walk.left() == 0) return pair;
+  walk.fetch_ahead<Act8>();
+  pair.b = walk.values();
+  pair.out_b = record();
+  pair.shifted_b = shifted();
+  walk.advance();
+  return pair;
+}
+
+TELLIN_INLINE PairGrid grid_of(const Pair& pair) {
   __m256 a[4], b[4];
-  load_block(x, a);
-  load_block(x + (kCount - 1) * kBlockK, b);
+  load_block(pair.a, a);
+  load_block(pair.b, b);
   return pair_grid(extremes_of<true>(a, b), extremes_of<false>(a, b));
 }
 
-// Writes them to records out[0] and out[kCount - 1].
-template <int kCount>
-TELLIN_INLINE void store_pair(const float* x, const PairGrid& grid, Act8* out, uint8_t* shifted) {
+TELLIN_INLINE void store_pair(const Pair& pair, const PairGrid& grid) {
   __m256 a[4], b[4];
-  load_block(x, a);
-  load_block(x + (kCount - 1) * kBlockK, b);
+  load_block(pair.a, a);
+  load_block(pair.b, b);
   __m256i words_a[2], words_b[2];
   whole_words(a, lanes_of<0x00>(grid.inverse, grid.inverse), words_a);
   whole_words(b, lanes_of<0x11>(grid.inverse, grid.inverse), words_b);
@@ -219,8 +249,8 @@ TELLIN_INLINE void store_pair(const float* x, const PairGrid& grid, Act8* out, u
   const __m256i qb = bytes_less(words_b, _mm256_permute2x128_si256(zero, zero, 0x11));
   __m256 floats, words;
   record_ends(qa, qb, grid, floats, words);
-  store_record(qa, lanes_of<0x20>(floats, words), out, shifted);
-  if constexpr (kCount == 2) store_record(qb, lanes_of<0x31>(floats, words), out + 1, shifted + kBlockK);
+  store_record(qa, lanes_of<0x20>(floats, words), pair.out_a, pair.shifted_a);
+  store_record(qb, lanes_of<0x31>(floats, words), pair.out_b, pair.shifted_b);
 
   // Whole values are within +-224, but for those of NaN, which are -2^31.
   const __m256i least =
@@ -232,40 +262,32 @@ TELLIN_INLINE void store_pair(const float* x, const PairGrid& grid, Act8* out, u
   const __m256i misfit = _mm256_cmpgt_epi32(size, lanes32<0x80000000 + kLargestAct8Bits - kTinyAct8Bits>());
   const __m256i any = _mm256_or_si256(special, misfit);
   if (__builtin_expect(_mm256_movemask_epi8(any) != 0, 0)) {
-    for (int i = 0; i < kCount; ++i) {
-      repair_block(x + i * kBlockK, kTinyAct8, kAct8LargestMagnitude, out + i);
-      for (int f = 0; f < kBlockK; ++f) shifted[i * kBlockK + f] = static_cast<uint8_t>(out[i].q[0][f] + 128);
-    }
+    repair_record(pair.a, pair.out_a, pair.shifted_a);
+    repair_record(pair.b, pair.out_b, pair.shifted_b);
   }
 }
 
 // ---- rows ----
 
-// A pair is a long chain of operations: the grid of the next one is found beside what a pair stores.
-TELLIN_INLINE void quantize_records(const float* x, int64_t count, Act8* out, uint8_t* shifted) {
-  if (count >= 2) {
-    PairGrid grid = grid_of<2>(x);
-    for (; count >= 4; count -= 2, x += 2 * kBlockK, out += 2, shifted += 2 * kBlockK) {
-      const PairGrid next = grid_of<2>(x + 2 * kBlockK);
-      store_pair<2>(x, grid, out, shifted);
-      grid = next;
-    }
-    store_pair<2>(x, grid, out, shifted);
-    count -= 2, x += 2 * kBlockK, out += 2, shifted += 2 * kBlockK;
-  }
-  if (count == 1) store_pair<1>(x, grid_of<1>(x), out, shifted);
-}
-
-// `count` blocks of row `row` from block `first` on.
 template <class Act>
-TELLIN_INLINE void quantize_blocks(const float* x, int64_t first, int64_t count, int64_t row,
-                                   const QuantizedRows& rows) {
-  uint8_t* const target = rows.data + row * rows.row_bytes;
-  Act* const out = reinterpret_cast<Act*>(target) + first;
+TELLIN_INLINE void quantize_blocks(BlockWalk walk) {
+  if (walk.left() == 0) return;
   if constexpr (Act::kPlanes == 1) {
-    quantize_records(x, count, out, target + shifted_offset(rows.row_bytes) + first * kBlockK);
+    // A pair is a long chain of operations: the grid of the next one is found beside what a pair stores.
+    Pair next = next_pair(walk);
+    PairGrid next_grid = grid_of(next);
+    while (walk.left() > 0) {
+      const Pair pair = next;
+      const PairGrid grid = next_grid;
+      next = next_pair(walk);
+      next_grid = grid_of(next);
+      store_pair(pair, grid);
+    }
+    store_pair(next, next_grid);
   } else {
-    for (int64_t b = 0; b < count; ++b) quantize_block(x + b * kBlockK, out + b);
+    for (; walk.left() > 0; walk.advance()) {
+      quantize_block(walk.values(), reinterpret_cast<Act*>(walk.records()) + walk.block());
+    }
   }
 }
 
@@ -284,11 +306,12 @@ void pad_blocks(int64_t k, int64_t first, int64_t row, const QuantizedRows& out)
 template <class Act>
 void quantize_whole_row(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
   int64_t full = k / kBlockK;
-  quantize_blocks<Act>(x, 0, full, row, out);
+  quantize_blocks<Act>({x, 0, row, row + 1, 0, full, out});
   if (k % kBlockK != 0) {
     float last[kBlockK] = {};
     __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
-    quantize_blocks<Act>(last, full++, 1, row, out);
+    quantize_blocks<Act>({last - full * kBlockK, 0, row, row + 1, full, full + 1, out});
+    ++full;
   }
   pad_blocks<Act>(k, full, row, out);
 }
@@ -301,13 +324,13 @@ void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row
   }
 }
 
-void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
-                   const QuantizedRows& out) {
-  const int64_t first = begin / kBlockK, count = (end - begin) / kBlockK;
+void quantize_part(ActPrecision precision, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t begin,
+                   int64_t end, const QuantizedRows& out) {
+  const BlockWalk walk(x, ldx, m0, m1, begin / kBlockK, end / kBlockK, out);
   if (precision == ActPrecision::kInt8) {
-    quantize_blocks<Act8>(x + begin, first, count, row, out);
+    quantize_blocks<Act8>(walk);
   } else {
-    quantize_blocks<Act16>(x + begin, first, count, row, out);
+    quantize_blocks<Act16>(walk);
   }
 }
 

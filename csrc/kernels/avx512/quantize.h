@@ -1,5 +1,6 @@
 // AVX-512: quantisation of float32 activations to records of one or two planes.
 #pragma once
+#include "block_walk.h"
 #include "codes.h"
 #include "tellin/linear.h"
 
@@ -151,21 +152,35 @@ TELLIN_INLINE __m512i record_ends(__m512i shifted, const Grid& grid) {
   return _mm512_mask_blend_epi32(0x8080, _mm512_mask_blend_epi32(0x0f0f, pairs, scaled), offsets);
 }
 
-// Values [0, 16) and [16, 32) of two blocks.
+// Values [0, 16) and [16, 32) of two blocks, and where their records are.
 struct Pair {
   __m512 a0, b0, a1, b1;
+  Act8 *out0, *out1;
 };
 
-TELLIN_INLINE Pair load_pair(const float* x) {
-  return {_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16), _mm512_loadu_ps(x + 32), _mm512_loadu_ps(x + 48)};
+// The next two blocks of the walk. The last one of an odd number is both.
+TELLIN_INLINE Pair next_pair(BlockWalk& walk) {
+  const auto record = [&walk] { return reinterpret_cast<Act8*>(walk.records()) + walk.block(); };
+  walk.fetch_ahead<Act8>();
+  Pair pair;
+  pair.a0 = pair.a1 = _mm512_loadu_ps(walk.values());
+  pair.b0 = pair.b1 = _mm512_loadu_ps(walk.values() + 16);
+  pair.out0 = pair.out1 = record();
+  walk.advance();
+  if (walk.left() == 0) return pair;
+  walk.fetch_ahead<Act8>();
+  pair.a1 = _mm512_loadu_ps(walk.values());
+  pair.b1 = _mm512_loadu_ps(walk.values() + 16);
+  pair.out1 = record();
+  walk.advance();
+  return pair;
 }
 
 TELLIN_INLINE Grid grid_of(const Pair& x) {
   return grid_of(limits_of(x.a0, x.b0, x.a1, x.b1));
 }
 
-// Stores `count` records, one or two.
-TELLIN_INLINE void quantize_pair(const Pair& x, const Grid& grid, int count, Act8* out) {
+TELLIN_INLINE void quantize_pair(const Pair& x, const Grid& grid) {
   const __m512 inverse = inverse_of(grid.scale);
   const __m512 factor0 = _mm512_shuffle_f32x4(inverse, inverse, 0x00);
   const __m512 factor1 = _mm512_shuffle_f32x4(inverse, inverse, 0xaa);
@@ -179,8 +194,8 @@ TELLIN_INLINE void quantize_pair(const Pair& x, const Grid& grid, int count, Act
       order, _mm512_packus_epi16(_mm512_and_si512(words0, low_byte), _mm512_and_si512(words1, low_byte)));
   const __m512i q = _mm512_sub_epi8(bytes, _mm512_shuffle_epi8(grid.zero, _mm512_setzero_si512()));
   const __m512i ends = record_ends(_mm512_xor_si512(q, _mm512_set1_epi8(-128)), grid);
-  _mm512_storeu_si512(out, _mm512_shuffle_i64x2(q, ends, 0x44));
-  if (count == 2) _mm512_storeu_si512(out + 1, _mm512_shuffle_i64x2(q, ends, 0xee));
+  _mm512_storeu_si512(x.out0, _mm512_shuffle_i64x2(q, ends, 0x44));
+  _mm512_storeu_si512(x.out1, _mm512_shuffle_i64x2(q, ends, 0xee));
 
   // Whole values are within +-256, but those of NaN are -2^31; the limits may hide a NaN.
   const __m512i least = _mm512_set1_epi16(-32768);
@@ -190,38 +205,34 @@ TELLIN_INLINE void quantize_pair(const Pair& x, const Grid& grid, int count, Act
       _mm512_cmp_ps_mask(grid.magnitude, _mm512_set1_ps(kTinyAct8), _CMP_NGE_UQ) |
       _mm512_cmp_ps_mask(grid.magnitude, _mm512_set1_ps(kAct8LargestMagnitude), _CMP_NLE_UQ);
   if (__builtin_expect((nan0 | nan1 | outside) != 0, 0)) {
-    if (nan0 != 0 || (outside & 1) != 0) store_special(x.a0, x.b0, out);
-    if (count == 2 && (nan1 != 0 || outside >> 8 != 0)) store_special(x.a1, x.b1, out + 1);
+    if (nan0 != 0 || (outside & 1) != 0) store_special(x.a0, x.b0, x.out0);
+    if (nan1 != 0 || outside >> 8 != 0) store_special(x.a1, x.b1, x.out1);
   }
 }
 
 // ---- rows ----
 
-TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act8* out) {
-  if (count >= 2) {
+template <class Act>
+TELLIN_INLINE void quantize_blocks(BlockWalk walk) {
+  if (walk.left() == 0) return;
+  if constexpr (Act::kPlanes == 1) {
     // A pair's grid is a long chain: it is found beside what the pair before stores.
-    Pair next = load_pair(x);
+    Pair next = next_pair(walk);
     Grid next_grid = grid_of(next);
-    for (; count >= 2; count -= 2, x += 2 * kBlockK, out += 2) {
+    while (walk.left() > 0) {
       const Pair pair = next;
       const Grid grid = next_grid;
-      if (count >= 4) {
-        next = load_pair(x + 2 * kBlockK);
-        next_grid = grid_of(next);
-      }
-      quantize_pair(pair, grid, 2, out);
+      next = next_pair(walk);
+      next_grid = grid_of(next);
+      quantize_pair(pair, grid);
     }
-  }
-  if (count == 1) {
-    const __m512 a = _mm512_loadu_ps(x), b = _mm512_loadu_ps(x + 16);
-    const Pair pair = {a, b, a, b};
-    quantize_pair(pair, grid_of(pair), 1, out);
-  }
-}
-
-TELLIN_INLINE void quantize_blocks(const float* x, int64_t count, Act16* out) {
-  for (int64_t b = 0; b < count; ++b, x += kBlockK) {
-    quantize_block(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16), out + b);
+    quantize_pair(next, next_grid);
+  } else {
+    for (; walk.left() > 0; walk.advance()) {
+      const float* const x = walk.values();
+      quantize_block(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16),
+                     reinterpret_cast<Act*>(walk.records()) + walk.block());
+    }
   }
 }
 
@@ -229,11 +240,11 @@ template <class Act>
 void quantize_records(const float* x, int64_t k, int64_t row, const QuantizedRows& out) {
   auto* blocks = reinterpret_cast<Act*>(out.data + row * out.row_bytes);
   const int64_t num_blocks = (k + 255) / 256 * 8, full = k / kBlockK;
-  quantize_blocks(x, full, blocks);
+  quantize_blocks<Act>({x, 0, row, row + 1, 0, full, out});
   if (full == num_blocks) return;
   float last[kBlockK] = {};
   __builtin_memcpy(last, x + full * kBlockK, static_cast<size_t>(k % kBlockK) * sizeof(float));
-  quantize_blocks(last, 1, blocks + full);
+  quantize_blocks<Act>({last - full * kBlockK, 0, row, row + 1, full, full + 1, out});
   for (int64_t b = full + 1; b < num_blocks; ++b) store_zero_record(blocks + b);
 }
 
@@ -245,14 +256,13 @@ void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row
   }
 }
 
-void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
-                   const QuantizedRows& out) {
-  uint8_t* target = out.data + row * out.row_bytes;
-  const int64_t first = begin / kBlockK, count = (end - begin) / kBlockK;
+void quantize_part(ActPrecision precision, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t begin,
+                   int64_t end, const QuantizedRows& out) {
+  const BlockWalk walk(x, ldx, m0, m1, begin / kBlockK, end / kBlockK, out);
   if (precision == ActPrecision::kInt8) {
-    quantize_blocks(x + begin, count, reinterpret_cast<Act8*>(target) + first);
+    quantize_blocks<Act8>(walk);
   } else {
-    quantize_blocks(x + begin, count, reinterpret_cast<Act16*>(target) + first);
+    quantize_blocks<Act16>(walk);
   }
 }
 

@@ -123,14 +123,17 @@ void quantize_row(ActPrecision precision, const float* x, int64_t k, int64_t row
   }
 }
 
-void quantize_part(ActPrecision precision, const float* x, int64_t begin, int64_t end, int64_t row,
-                   const QuantizedRows& out) {
-  uint8_t* target = out.data + row * out.row_bytes;
-  for (int64_t b = begin / kBlockK; b < end / kBlockK; ++b) {
-    if (precision == ActPrecision::kInt8) {
-      quantize_block(x + b * kBlockK, reinterpret_cast<Act8*>(target) + b);
-    } else {
-      quantize_block(x + b * kBlockK, reinterpret_cast<Act16*>(target) + b);
+void quantize_part(ActPrecision precision, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t begin,
+                   int64_t end, const QuantizedRows& out) {
+  for (int64_t m = m0; m < m1; ++m) {
+    const float* row = x + m * ldx;
+    uint8_t* target = out.data + m * out.row_bytes;
+    for (int64_t b = begin / kBlockK; b < end / kBlockK; ++b) {
+      if (precision == ActPrecision::kInt8) {
+        quantize_block(row + b * kBlockK, reinterpret_cast<Act8*>(target) + b);
+      } else {
+        quantize_block(row + b * kBlockK, reinterpret_cast<Act16*>(target) + b);
+      }
     }
   }
 }
