@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -103,7 +104,8 @@ class PackedLinear {
 };
 
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> quantize_rows(const std::string& isa, const Floats& x,
-                                                           const std::string& precision_name) {
+                                                           const std::string& precision_name,
+                                                           int64_t columns) {
   const LinearKernels* kernels = find_kernels(isa);
   const ActPrecision precision = act_precision_named(precision_name);
   if (precision == ActPrecision::kFloat32) throw std::invalid_argument("float32 rows are not quantised");
@@ -111,7 +113,16 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> quantize_rows(const std::string& is
   const size_t row_bytes = kernels->quantized_row_bytes(k, precision);
   const AlignedBytes storage = allocate_aligned(row_bytes * static_cast<size_t>(rows));
   const QuantizedRows quantized = {storage.get(), static_cast<int64_t>(row_bytes)};
-  for (int64_t m = 0; m < rows; ++m) kernels->quantize_row(precision, x.data() + m * k, k, m, quantized);
+  if (columns == 0) {
+    for (int64_t m = 0; m < rows; ++m) kernels->quantize_row(precision, x.data() + m * k, k, m, quantized);
+  } else {
+    if (columns < 0 || columns % kActBlock != 0 || k % kActBlock != 0)
+      throw std::invalid_argument("columns must be whole blocks of 32");
+    for (int64_t m = 0; m < rows; ++m) kernels->pad_row(precision, k, m, quantized);
+    for (int64_t begin = 0; begin < k; begin += columns) {
+      kernels->quantize_part(precision, x.data(), k, 0, rows, begin, std::min(begin + columns, k), quantized);
+    }
+  }
   return copy_bytes(storage.get(), row_bytes * static_cast<size_t>(rows));
 }
 
@@ -143,8 +154,10 @@ void bind_linear(nb::module_& m) {
   m.def("linear_variants", &variant_names, "Kernel variants this machine runs, best first.");
   m.def("dequantize_rows", &dequantize_rows, "isa"_a, "quant_type"_a, "data"_a, "out"_a,
         "Dequantises the rows of a file tensor (uint8 bytes) to out: [rows, k] float32.");
-  m.def("quantize_rows", &quantize_rows, "isa"_a, "x"_a, "precision"_a = "int8",
-        "Records of float32 rows [m, k] as a variant quantises them: their bytes, row after row.");
+  m.def("quantize_rows", &quantize_rows, "isa"_a, "x"_a, "precision"_a = "int8", "columns"_a = 0,
+        "Records of float32 rows [m, k] as a variant quantises them: their bytes, row after row. With "
+        "`columns`, a "
+        "multiple of 32 as k must be then, so many columns of all rows at a time, as a layer's tasks do.");
   nb::class_<PackedLinear>(m, "PackedLinear", "A weight matrix packed for one kernel variant.")
       .def(nb::init<const std::string&, int, const Bytes&, int64_t, int64_t, const std::string&>(), "isa"_a,
            "quant_type"_a, "data"_a, "n"_a, "k"_a, "precision"_a = "int8")

@@ -202,7 +202,7 @@ void AttentionStage::run(int64_t task_index, int member) noexcept {
     }
     if (p > 0) kernels_.attention->fold(rows, shape_.head_dim, states, running);
   }
-  write_out(item, task.kv_head, running);
+  write_out(item, task.kv_head, running, scratch);
 }
 
 bool AttentionStage::reads_cache(const Item& item) const {
@@ -315,20 +315,24 @@ void AttentionStage::expand_rows(const Item& item, int64_t kv_head, int64_t part
   }
 }
 
-void AttentionStage::write_out(const Item& item, int64_t kv_head, const float* running) const {
+// Values that nobody reads are written over the queries.
+void AttentionStage::write_out(const Item& item, int64_t kv_head, const float* running,
+                               AttentionScratch& scratch) const {
   const int64_t group = shape_.group();
   const int64_t stride = shape_.head_dim + kStatePadding;
   const int64_t columns = group * shape_.head_dim;
+  const int64_t column = kv_head * columns, end = item.first_token + item.num_tokens;
+  float* const values = keeps_values_ ? buffers_.out->base : scratch.q - item.first_token * columns - column;
+  const int64_t ldo = keeps_values_ ? buffers_.out->stride : columns;
   for (int64_t t = 0; t < item.num_tokens; ++t) {
-    const int64_t row = item.first_token + t;
-    float* out = buffers_.out->row(row) + kv_head * columns;
+    float* out = values + (item.first_token + t) * ldo + column;
     for (int64_t g = 0; g < group; ++g) {
       kernels_.attention->finish(shape_.head_dim, running + (t * group + g) * stride,
                                  out + g * shape_.head_dim);
     }
   }
-  quantize_columns(kernels_, output_precisions_, *buffers_.out, item.first_token,
-                   item.first_token + item.num_tokens, kv_head * columns, (kv_head + 1) * columns);
+  quantize_columns(kernels_, output_precisions_, *buffers_.out, values, ldo, item.first_token, end, column,
+                   column + columns);
 }
 
 bool AttentionStage::quantize_output(const Buffer& out, ActPrecision precision) {

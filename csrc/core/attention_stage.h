@@ -109,6 +109,7 @@ class AttentionStage final : public Stage {
   int64_t prepare(const Pass& pass) noexcept override;
   void run(int64_t task, int member) noexcept override;
   bool quantize_output(const Buffer& out, ActPrecision precision) override;
+  void keep_values() override { keeps_values_ = true; }
 
  private:
   using Item = AttentionSchedule::Item;
@@ -122,7 +123,7 @@ class AttentionStage final : public Stage {
                   AttentionScratch& scratch) const;
   void set_ranges(const Item& item, int64_t partition, AttentionScratch& scratch) const;
   void expand_rows(const Item& item, int64_t kv_head, int64_t partition, int64_t tile, uint8_t* out) const;
-  void write_out(const Item& item, int64_t kv_head, const float* running) const;
+  void write_out(const Item& item, int64_t kv_head, const float* running, AttentionScratch& scratch) const;
 
   const KernelTables kernels_;
   const AttentionShape shape_;
@@ -135,6 +136,7 @@ class AttentionStage final : public Stage {
   std::vector<AttentionScratch>* scratch_;
   const KvLayout panel_layout_;
   std::vector<ActPrecision> output_precisions_;  // in which the output is quantised
+  bool keeps_values_ = false;
   AttentionSchedule* schedule_ = nullptr;
 };
 

@@ -208,10 +208,8 @@ void LinearStage::finish(const LinearPart& part, int64_t m0, int64_t m1, int64_t
     } else if (part.bias != nullptr) {
       for (int64_t m = begin; m < end; ++m, out += stride) k.add(out, part.bias + column, count, out);
     }
-    for (const ActPrecision precision : output_precisions_) {
-      kernels_.linear->quantize_part(precision, values, stride, begin, end, column, column + count,
-                                     part.out->quantized(precision).rows);
-    }
+    quantize_columns(kernels_, output_precisions_, *part.out, values, stride, begin, end, column,
+                     column + count);
   }
 }
 

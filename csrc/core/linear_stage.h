@@ -31,9 +31,7 @@ class LinearStage final : public Stage {
   void run(int64_t task, int member) noexcept override;
   bool quantize_output(const Buffer& out, ActPrecision precision) override;
   bool find_maxima(Buffer& out) override;
-  // While building: the output's values are read, not only its quantised rows. Those of a gated layer are
-  // written only then.
-  void keep_values() { keeps_values_ = true; }
+  void keep_values() override { keeps_values_ = true; }
 
  private:
   struct Chunk {
@@ -55,7 +53,7 @@ class LinearStage final : public Stage {
   const std::vector<LinearPart> parts_;
   std::vector<ActPrecision> output_precisions_;  // in which the output is quantised
   bool finds_maxima_ = false;
-  bool keeps_values_ = false;
+  bool keeps_values_ = false;                       // of a gated layer; others always write them
   std::vector<Chunk> small_chunks_, large_chunks_;  // for few rows, for many
   std::vector<int64_t> small_shares_;  // of small_chunks_: where each member's begin, and the end
   const std::vector<Chunk>* chunks_ = nullptr;

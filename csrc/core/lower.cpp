@@ -71,8 +71,8 @@ void Program::State::append(const RowOp& op, RowKind rows) {
 }
 
 void Program::State::reads(const Buffer& buffer) {
-  for (const auto& [target, layer] : unread) {
-    if (target == &buffer) layer->keep_values();
+  for (const auto& [target, stage] : unread) {
+    if (target == &buffer) stage->keep_values();
   }
 }
 
@@ -332,9 +332,9 @@ void Program::add_linear(Buffer& input, std::vector<LinearPart> parts) {
     if (part.residual != nullptr) state_->reads(*part.residual);
   }
   for (const LinearPart& part : parts) state_->wrote(*part.out);
-  const Buffer* const gated = parts[0].up != nullptr ? parts[0].out : nullptr;
+  const Buffer* const only_out = parts.size() == 1 ? parts[0].out : nullptr;
   auto stage = std::make_unique<LinearStage>(state_->kernels, num_threads(), &input, std::move(parts));
-  if (gated != nullptr) state_->unread.emplace_back(gated, stage.get());
+  if (only_out != nullptr) state_->unread.emplace_back(only_out, stage.get());
   state_->stages.push_back({std::move(stage), input.rows});
 }
 
@@ -381,12 +381,12 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
     state_->has_full_attention = true;
   }
   for (const Buffer* buffer : {&query, &key, &value}) state_->reads(*buffer);
-  state_->stages.push_back(
-      {std::make_unique<AttentionStage>(state_->kernels, shape, state_->shape_index(shape),
-                                        AttentionStage::Buffers{&query, &key, &value, &target}, scale,
-                                        softcap, &pool_, layer, &state_->scratch),
-       RowKind::kTokens});
   state_->wrote(target);
+  auto stage = std::make_unique<AttentionStage>(state_->kernels, shape, state_->shape_index(shape),
+                                                AttentionStage::Buffers{&query, &key, &value, &target}, scale,
+                                                softcap, &pool_, layer, &state_->scratch);
+  state_->unread.emplace_back(&target, stage.get());
+  state_->stages.push_back({std::move(stage), RowKind::kTokens});
 }
 
 }  // namespace tellin

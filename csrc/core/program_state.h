@@ -13,8 +13,6 @@
 
 namespace tellin {
 
-class LinearStage;
-
 struct Program::Weight {
   TensorView source;
   ActPrecision precision;
@@ -43,8 +41,8 @@ struct Program::State {
   std::vector<Rotary> rotaries;
   // Buffers whose quantised rows match their values, while building.
   std::vector<std::pair<const Buffer*, ActPrecision>> quantized_valid;
-  // Gated layers whose output has been read as quantised rows at most, while building.
-  std::vector<std::pair<const Buffer*, LinearStage*>> unread;
+  // Stages whose output has been read as quantised rows at most, while building.
+  std::vector<std::pair<const Buffer*, Stage*>> unread;
 
   struct StageEntry {
     std::unique_ptr<Stage> stage;

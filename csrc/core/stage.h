@@ -87,11 +87,13 @@ struct KernelTables {
   const SamplingKernels* sampling;
 };
 
-// Quantises columns [begin, end) of rows [m0, m1) for those who read them.
+// Quantises columns [begin, end) of rows [m0, m1) of a buffer for those who read them. Their values are at
+// values + m * stride.
 inline void quantize_columns(const KernelTables& kernels, const std::vector<ActPrecision>& precisions,
-                             const Buffer& buffer, int64_t m0, int64_t m1, int64_t begin, int64_t end) {
+                             const Buffer& buffer, const float* values, int64_t stride, int64_t m0,
+                             int64_t m1, int64_t begin, int64_t end) {
   for (const ActPrecision precision : precisions) {
-    kernels.linear->quantize_part(precision, buffer.base, buffer.stride, m0, m1, begin, end,
+    kernels.linear->quantize_part(precision, values, stride, m0, m1, begin, end,
                                   buffer.quantized(precision).rows);
   }
 }
@@ -108,6 +110,9 @@ class Stage {
   virtual void run(int64_t task, int member) noexcept = 0;
   // While building: from now on the stage also quantises what it writes to `out`, if it can.
   virtual bool quantize_output(const Buffer&, ActPrecision) { return false; }
+  // While building: what the stage writes is read as it is, too, not only as quantised rows. A stage may
+  // leave it unwritten otherwise.
+  virtual void keep_values() {}
   // While building: from now on the stage, the last to write to `out`, also fills its maxima, if it can.
   virtual bool find_maxima(Buffer& /*out*/) { return false; }
 };

@@ -79,6 +79,23 @@ def test_records_follow_the_definition(variant: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("precision", ["int8", "int16"])
+@pytest.mark.parametrize("count", [1, 2, 3, 17])
+def test_columns_of_many_rows_are_those_of_single_rows(
+    variant: str, precision: str, count: int
+) -> None:
+    """Whatever the number of blocks and rows in a call, blocks of every kind side by side."""
+    k = 352
+    x = blocks_of_all_kinds(count, count * k // 32)
+    x[3::11], x[5::13], x[7::17, 5] = 0, 1e-45, np.nan
+    x = x.reshape(count, k)
+    expected = _C.quantize_rows(variant, x, precision)
+    for columns in (32, 64, 96, 128, k):
+        actual = _C.quantize_rows(variant, x, precision, columns=columns)
+        assert actual.tobytes() == expected.tobytes(), columns
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 @given(
     values=st.lists(st.floats(-1, 1, width=32), min_size=32, max_size=32),
     shift=st.floats(-4, 4, width=32),

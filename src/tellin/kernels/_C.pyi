@@ -136,7 +136,7 @@ def dequantize_rows(
     """
 
 def quantize_rows(
-    isa: str, x: NDArray[np.float32], precision: str = "int8"
+    isa: str, x: NDArray[np.float32], precision: str = "int8", columns: int = 0
 ) -> NDArray[np.uint8]: ...
 
 class PackedLinear:

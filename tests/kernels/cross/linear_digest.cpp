@@ -80,19 +80,17 @@ struct Run {
   }
 };
 
-// Whether rows that are quantised in two parts, the second one first, are those of quantize_row.
+// Whether rows that are quantised together, in two parts with the second one first, are those of
+// quantize_row.
 bool parts_equal(const LinearKernels& kernels, ActPrecision precision, const std::vector<float>& x, int64_t k,
                  const QuantizedRows& rows) {
   const size_t bytes = static_cast<size_t>(rows.row_bytes * kTokens);
   auto* storage = static_cast<uint8_t*>(std::aligned_alloc(64, bytes));
   std::memset(storage, 0, bytes);
   const QuantizedRows parts = {storage, rows.row_bytes};
-  for (int64_t m = 0; m < kTokens; ++m) {
-    const float* row = &x[static_cast<size_t>(m * k)];
-    kernels.pad_row(precision, k, m, parts);
-    kernels.quantize_part(precision, row, 3 * kActBlock, k, m, parts);
-    kernels.quantize_part(precision, row, 0, 3 * kActBlock, m, parts);
-  }
+  for (int64_t m = 0; m < kTokens; ++m) kernels.pad_row(precision, k, m, parts);
+  kernels.quantize_part(precision, x.data(), k, 0, kTokens, 3 * kActBlock, k, parts);
+  kernels.quantize_part(precision, x.data(), k, 0, kTokens, 0, 3 * kActBlock, parts);
   const bool equal = std::memcmp(rows.data, parts.data, bytes) == 0;
   std::free(storage);
   return equal;
