@@ -362,8 +362,25 @@ def test_hf_bert() -> None:
         ({"model_type": 5}, ModelLoadError, "'model_type' is a int"),
         ({"model_type": ""}, ModelLoadError, "'model_type'.*is missing"),
         ({"rope_scaling": "x"}, ModelLoadError, "'rope_scaling' is a str, expected an object"),
+        ({"hidden_size": 10**400}, ModelLoadError, "'hidden_size' is an integer of more than 64"),
+        ({"rms_norm_eps": 10**400}, ModelLoadError, "'rms_norm_eps' is inf, not a finite number"),
+        ({"partial_rotary_factor": 1.7e308}, ModelLoadError, "rope_dim is 18446744073709551616"),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "yarn", "factor": 1.7e308, "original_max_position_embeddings": 64
+                }
+            },
+            ModelLoadError,
+            "max_position_embeddings is 18446744073709551616",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [10**400]}},
+            ModelLoadError,
+            "'short_factor' holds an integer of more than 64 bits",
+        ),
     ],
-)
+)  # fmt: skip
 def test_hf_refusals(keys: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         hf(**keys)

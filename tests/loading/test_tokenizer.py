@@ -457,6 +457,45 @@ def test_missing_tokenizers(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def _bpe(folder: Path, post_processor: object = None, **model: object) -> Path:
+    """A folder with a tokenizer of a few letters."""
+    bpe = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]} | model
+    file = {"version": "1.0", "added_tokens": [], "model": bpe, "post_processor": post_processor}
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"continuing_subword_prefix": "a" * 1000},
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            }
+        },
+    ],
+)
+def test_files_at_which_the_library_panics(tmp_path: Path, change: dict[str, object]) -> None:
+    """P48. A panic is no `Exception`: it would end a server's task without an answer."""
+    assert load_tokenizer(_bpe(tmp_path)).encode("ab") == [2]
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: is not a usable tokenizer file"):
+        load_tokenizer(_bpe(tmp_path, **change))
+
+
+def test_a_text_without_tokens_is_its_own_fault(tmp_path: Path) -> None:
+    """A vocabulary of words may have none for a text, and nothing that stands for the unknown."""
+    words = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?", "merges": None}
+    loaded = load_tokenizer(_bpe(tmp_path, **words))
+    assert loaded.encode("a") == [0]
+    with pytest.raises(InvalidParameterError, match=r"cannot be tokenised: .*\[UNK\]|unk"):
+        loaded.encode("b")
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

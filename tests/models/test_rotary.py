@@ -134,11 +134,24 @@ def test_local_layers_have_their_own_base_and_no_scaling() -> None:
             RopeScaling("yarn", factor=math.nan, original_max_position_embeddings=64),
             "factor is nan",
         ),
+        (
+            RopeScaling(
+                "yarn", factor=4.0, original_max_position_embeddings=64, beta_slow=1e-320
+            ),
+            "rope beta is 1e-320",
+        ),
     ],
 )  # fmt: skip
 def test_impossible_scalings_are_refused(scaling: RopeScaling, message: str) -> None:
     with pytest.raises(ModelLoadError, match=message):
         frequencies(scaling)
+
+
+def test_yarn_needs_a_base_above_one() -> None:
+    """Its formula divides by the base's logarithm."""
+    scaling = RopeScaling("yarn", factor=4.0, original_max_position_embeddings=64)
+    with pytest.raises(ModelLoadError, match=r"rope_theta is 1\.0"):
+        rotary_table(replace(BASE, rope_scaling=scaling, rope_theta=1.0))
 
 
 def test_an_unknown_scaling_is_refused_with_the_known_ones() -> None:

@@ -119,6 +119,8 @@ def test_a_killed_run_goes_on(tiny_model: Path, tmp_path: Path) -> None:
         ("nonsense\n", "in.jsonl:1 is no request"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": {}}\n' * 2, "occurs twice"),
         ('{"custom_id": "a"}\n', "url"),
+        ("\n" + "[" * 100_000 + "\n", "in.jsonl:2 is no request"),
+        ("\ufeff" + '{"custom_id": "a"}\n', "url"),  # the mark that Windows puts in front of UTF-8
     ],
 )
 def test_faults_of_the_input_are_told_first(
@@ -131,12 +133,13 @@ def test_faults_of_the_input_are_told_first(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["not mine\n", "[" * 100_000 + "\n"])
 def test_an_output_that_is_something_else_is_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = write(tmp_path / "in.jsonl", [chat(1)])
     target = tmp_path / "precious.txt"
-    target.write_text("not mine\n")
+    target.write_text(text)
     assert cli.main(["run-batch", "-i", str(source), "-o", str(target)]) == cli.EXIT_USAGE
-    assert target.read_text() == "not mine\n"
+    assert target.read_text() == text
     assert "name another output" in capsys.readouterr().err

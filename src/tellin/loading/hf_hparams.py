@@ -8,6 +8,7 @@ Source: the configuration classes' documented fields and defaults (transformers 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
@@ -151,7 +152,7 @@ class _Reader:
             hidden_act=self._activation(),
             rope_theta=self.rope.get_float("rope_theta", config.get_float("rope_theta", 10_000.0)),
             rope_local_theta=self._rope_local_theta(),
-            rope_dim=int(head_dim * self.rope.get_float("partial_rotary_factor", 1.0)),
+            rope_dim=_whole(head_dim * self.rope.get_float("partial_rotary_factor", 1.0)),
             rope_scaling=scaling,
             tie_word_embeddings=config.get_bool("tie_word_embeddings", is_gemma),
             attention_bias=config.get_bool("attention_bias", False),
@@ -210,7 +211,7 @@ class _Reader:
         length = self.config.get_int("max_position_embeddings")
         if scaling.kind == "yarn":
             # YaRN configurations keep the length of training; the scaling is what extends it.
-            return max(length, int(scaling.original_max_position_embeddings * scaling.factor))
+            return max(length, _whole(scaling.original_max_position_embeddings * scaling.factor))
         return length
 
     def _rope_local_theta(self) -> float | None:
@@ -280,6 +281,11 @@ class _Reader:
             else ("_sliding_window_pattern")
         )
         return self.config.get_int(key, default) or None
+
+
+def _whole(value: float) -> int:
+    """Cut to an integer; what overflowed becomes one that no check lets through."""
+    return int(value) if math.isfinite(value) else 1 << 64
 
 
 def _factors(values: TypedMapping, key: str) -> tuple[float, ...]:

@@ -148,12 +148,15 @@ class Tokenizer:
                 these tokens. False takes them as ordinary text: use it for text of strangers.
 
         Raises:
-            InvalidParameterError: the text is not a string, or holds lone surrogates.
+            InvalidParameterError: the text is not a string, holds lone surrogates, or something
+                that the vocabulary has no token for.
         """
         backend = self.backend if parse_special else self._plain()
         try:
             ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeEncodeError) as error:
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
             raise InvalidParameterError(
                 f"the text cannot be tokenised: {_why_no_text(text) or error}",
                 parameter="text",
@@ -340,8 +343,10 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         raise ModelLoadError(f"{folder}: has no tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
-        # The library raises plain Exception for whatever is wrong with the file.
+        ids = backend.encode("a").ids  # some faults show only here
+    except BaseException as error:
+        if not _is_failure(error):
+            raise
         raise ModelLoadError(f"{path}: is not a usable tokenizer file: {error}") from None
     config = read_optional_json_object(folder / "tokenizer_config.json") or TypedMapping(folder, {})
     _declare_added_tokens(backend, config)
@@ -351,7 +356,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         return None if text is None else backend.token_to_id(text)
 
     bos, eos = token_id("bos_token"), token_id("eos_token")
-    _obey_bos_rules(backend, config, bos, eos)
+    _obey_bos_rules(backend, config, ids, bos, eos)
     return Tokenizer(
         backend,
         bos_token_id=bos,
@@ -370,7 +375,7 @@ def _declare_added_tokens(backend: tokenizers.Tokenizer, config: TypedMapping) -
         return
     known = backend.get_added_tokens_decoder()
     entries = config.get_mapping("added_tokens_decoder")
-    for key in sorted((k for k in entries if k.isdecimal()), key=int):
+    for key in sorted((k for k in entries if k.isdecimal() and len(k) < 20), key=int):
         entry = entries.get_mapping(key)
         text = entry.get_str("content")
         if int(key) in known or backend.token_to_id(text) not in (None, int(key)):
@@ -381,15 +386,19 @@ def _declare_added_tokens(backend: tokenizers.Tokenizer, config: TypedMapping) -
 
 
 def _obey_bos_rules(
-    backend: tokenizers.Tokenizer, config: TypedMapping, bos: int | None, eos: int | None
+    backend: tokenizers.Tokenizer,
+    config: TypedMapping,
+    ids: Sequence[int],
+    bos: int | None,
+    eos: int | None,
 ) -> None:
-    """Let ``add_bos_token`` and ``add_eos_token`` overrule the post-processor."""
+    """Let ``add_bos_token`` and ``add_eos_token`` overrule the post-processor, which makes ``ids``
+    of a text."""
     from tokenizers.processors import TemplateProcessing
 
     if not config.get_str("tokenizer_class", "").startswith(("Llama", "Gemma", "CodeLlama")):
         return
-    ids = backend.encode("a").ids
-    has_bos, has_eos = ids[0] == bos, ids[-1] == eos
+    has_bos, has_eos = [*ids[:1]] == [bos], [*ids[-1:]] == [eos]
     add_bos = config.get_bool("add_bos_token", has_bos) and bos is not None
     add_eos = config.get_bool("add_eos_token", has_eos) and eos is not None
     if (add_bos, add_eos) == (has_bos, has_eos):
@@ -404,6 +413,12 @@ def _obey_bos_rules(
             if token_id is not None
         ],
     )
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether the library failed at a text or a file: it raises plain `Exception`, or panics, which
+    is no `Exception` at all."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _decoder_kind(backend: tokenizers.Tokenizer) -> str:

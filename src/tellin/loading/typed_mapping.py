@@ -45,6 +45,8 @@ class TypedMapping(Mapping[str, Any]):
         value = self._get(key, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong_type(key, value, "an integer")
+        if abs(value) >= 1 << 64:
+            raise ModelLoadError(f"{self.path}: key {key!r} is an integer of more than 64 bits")
         return value
 
     def get_float(self, key: str, default: float | None = None) -> float:
@@ -52,9 +54,13 @@ class TypedMapping(Mapping[str, Any]):
         value = self._get(key, default, "a number")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self._wrong_type(key, value, "a number")
-        if not math.isfinite(value):
-            raise ModelLoadError(f"{self.path}: key {key!r} is {value}, not a finite number")
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ModelLoadError(f"{self.path}: key {key!r} is {number}, not a finite number")
+        return number
 
     def get_bool(self, key: str, default: bool | None = None) -> bool:
         value = self._get(key, default, "a boolean")
@@ -84,6 +90,10 @@ class TypedMapping(Mapping[str, Any]):
             isinstance(item, (int, float)) and not isinstance(item, bool) for item in value
         ):
             value = np.array(value)
+            if value.dtype == object:
+                raise ModelLoadError(
+                    f"{self.path}: key {key!r} holds an integer of more than 64 bits"
+                )
         if not isinstance(value, np.ndarray):
             raise self._wrong_type(key, value, "an array of numbers")
         return value

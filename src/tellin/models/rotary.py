@@ -116,9 +116,13 @@ def _yarn(
     context = _original_context(scaling)
     factor = _positive(scaling.factor, "factor")
     rope_dim = 2 * len(frequencies)
+    if not hparams.rope_theta > 1:
+        raise ModelLoadError(f"rope_theta is {hparams.rope_theta}; with YaRN it must exceed 1")
 
     def dimension(rotations: float) -> float:
-        ratio = context / (_positive(rotations, "beta") * 2 * math.pi)
+        if not 1e-9 < rotations < 1e9:
+            raise ModelLoadError(f"rope beta is {rotations}; it must be between 1e-9 and 1e9")
+        ratio = context / (rotations * 2 * math.pi)
         return rope_dim * math.log(ratio) / (2 * math.log(hparams.rope_theta))
 
     low = max(math.floor(dimension(scaling.beta_fast)), 0)

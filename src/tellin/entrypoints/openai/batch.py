@@ -7,6 +7,7 @@ stopped, and no line is lost or answered twice. Requests take the same way as ov
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -98,11 +99,13 @@ class BatchFiles:
         """Line numbers and requests."""
         with self.input.open("rb") as file:
             for number, text in enumerate(file, 1):
+                if number == 1:
+                    text = text.removeprefix(codecs.BOM_UTF8)
                 if not text.strip():
                     continue
                 try:
                     yield number, msgspec.json.decode(text, type=BatchLine)
-                except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                     raise InvalidParameterError(
                         f"{self.input}:{number} is no request of a batch: {error}",
                         parameter="input",
@@ -117,7 +120,7 @@ class BatchFiles:
                 break
             try:
                 self.done.add(msgspec.json.decode(text)["custom_id"])
-            except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
+            except (msgspec.DecodeError, ValueError, RecursionError, KeyError, TypeError):
                 raise InvalidParameterError(
                     f"{self.output}:{number} is no answer of a batch; name another output file",
                     parameter="output",
