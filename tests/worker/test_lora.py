@@ -51,8 +51,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class SlotBackend:
     """Notes what is put into its slots."""
 
-    plan: Any = None
-
     def __init__(self) -> None:
         self.slots: dict[int, Any] = {}
 
@@ -63,22 +61,15 @@ class SlotBackend:
         del self.slots[slot]
 
 
-class RecordingBackend(SlotBackend):
-    """The same for a model."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.plan = build_plan(loading.open_model(path), max_lora_rank=16)
-
-
 class Store:
     """A manager, its backend, and adapters by letter."""
 
     def __init__(self, folder: Path, max_loras: int, max_cpu_loras: int) -> None:
         self.folder = folder
-        self.backend = RecordingBackend(folder / "base")
+        self.backend = SlotBackend()
         config = LoRAConfig(16, max_loras, max_cpu_loras)
-        self.manager = LoRAManager(config, folder / "base")
+        plan = build_plan(loading.open_model(folder / "base"), max_lora_rank=16)
+        self.manager = LoRAManager(config, folder / "base", plan.lora_sites)
 
     def request(self, name: str, **changes: Any) -> LoRARequest:
         values = {
@@ -212,10 +203,10 @@ OPERATIONS = st.one_of(
 @given(st.lists(OPERATIONS, max_size=40))
 def test_the_stores_under_any_sequence_of_calls(operations: list[Any]) -> None:
     """Slots hold what they are said to hold; what is in use or pinned stays; limits hold else."""
-    backend, manager = SlotBackend(), LoRAManager(LoRAConfig(16, 2, 3), Path("none"))
+    backend, manager = SlotBackend(), LoRAManager(LoRAConfig(16, 2, 3), Path("none"), {})
     pinned: set[int] = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(manager, "_load", lambda request, backend: Adapter({request.lora_name: ()}))
+        patch.setattr(manager, "_load", lambda request: Adapter({request.lora_name: ()}))
         for kind, subject, in_use in operations:
             before = set(manager.list())
             if kind == "add":
@@ -318,6 +309,29 @@ def test_an_adapter_that_moves_to_another_slot(worker: Worker, folder: Path) -> 
     assert d.run(12)["y"][:12] == expected
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_adapters_are_loaded_while_the_model_sleeps(
+    level: int, worker: Worker, folder: Path
+) -> None:
+    """A request that comes then waits like any other: its adapter must not need the weights."""
+    store = Store(folder, 2, 4)
+    outputs = []
+    for is_asleep in (False, True):
+        if is_asleep:
+            worker.sleep(level)
+        assert worker.add_lora(store.request("a"))
+        assert worker.list_loras() == [1]
+        if is_asleep:
+            worker.wake_up()
+        d = Driver(worker)
+        add(d, store, "x", "a")
+        outputs.append(d.run(8)["x"][:8])
+        d.finish("x")
+        d.step({})
+        worker.remove_lora(1)
+    assert outputs[0] == outputs[1]
+
+
 def test_sleep_and_wake_bring_adapters_back(worker: Worker, folder: Path) -> None:
     store = Store(folder, 2, 4)
     worker.add_lora(store.request("a"))
@@ -329,8 +343,6 @@ def test_sleep_and_wake_bring_adapters_back(worker: Worker, folder: Path) -> Non
         d.finish(f"r{i}")
         d.step({})
         worker.sleep(2)
-        with pytest.raises(EngineError, match="wake_up"):
-            worker.add_lora(store.request("b"))
         worker.wake_up()
     assert outputs[0] == outputs[1]
     assert worker.list_loras() == [1]

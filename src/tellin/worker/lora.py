@@ -22,7 +22,6 @@ from tellin.exceptions import AdapterCapacityError, AdapterError, EngineError
 
 if TYPE_CHECKING:
     from tellin.loading.lora import Adapter
-    from tellin.models.plan.ir import Plan
     from tellin.protocol import LoRARequest
 
 logger = logging.getLogger("tellin.worker")
@@ -32,8 +31,6 @@ Floats = npt.NDArray[np.float32]
 
 class AdapterBackend(Protocol):
     """What the manager needs of a backend."""
-
-    plan: Plan
 
     def set_adapter(self, slot: int, weights: Mapping[str, tuple[Floats, Floats]]) -> None: ...
 
@@ -52,11 +49,15 @@ class LoRAManager:
     Args:
         config: limits.
         model_path: of the base model, for its hyperparameters.
+        sites: ``Plan.lora_sites`` of the base model.
     """
 
-    def __init__(self, config: LoRAConfig, model_path: Path) -> None:
+    def __init__(
+        self, config: LoRAConfig, model_path: Path, sites: Mapping[str, tuple[int, int]]
+    ) -> None:
         self.config = config
         self._model_path = model_path
+        self._sites = sites
         self._loaded: OrderedDict[int, _Loaded] = OrderedDict()  # by id
         self._pinned: set[int] = set()
         self._slot_of: OrderedDict[int, int] = OrderedDict()  # by id, least recently used first
@@ -66,11 +67,12 @@ class LoRAManager:
     # ------------------------------------------------------------------ the registry
 
     def add(
-        self, request: LoRARequest, backend: AdapterBackend, in_use: Collection[int] = ()
+        self, request: LoRARequest, backend: AdapterBackend | None, in_use: Collection[int] = ()
     ) -> bool:
         """Load an adapter; one that is loaded counts as just used.
 
         Args:
+            backend: None while the base model's weights are put away.
             in_use: ids of adapters that live requests need.
 
         Raises:
@@ -97,7 +99,7 @@ class LoRAManager:
                 f"all {len(self._loaded)} loaded LoRA adapters are pinned; remove one, or raise "
                 "max_cpu_loras"
             )
-        adapter = self._load(request, backend)
+        adapter = self._load(request)
         if known is not None:
             self._vacate(lora_id, backend)
         self._loaded[lora_id] = _Loaded(request, adapter)
@@ -149,14 +151,14 @@ class LoRAManager:
                 return known
         return None
 
-    def _load(self, request: LoRARequest, backend: AdapterBackend) -> Adapter:
+    def _load(self, request: LoRARequest) -> Adapter:
         from tellin.loading import open_metadata
         from tellin.loading.lora import load_adapter
 
         adapter = load_adapter(
             Path(request.lora_path),
             open_metadata(self._model_path).hparams,
-            backend.plan.lora_sites,
+            self._sites,
             self.config.max_lora_rank,
         )
         logger.info(
@@ -168,7 +170,7 @@ class LoRAManager:
         )
         return adapter
 
-    def _shrink(self, needed: set[int], backend: AdapterBackend) -> None:
+    def _shrink(self, needed: set[int], backend: AdapterBackend | None) -> None:
         """Drop what has not been used for longest, down to the limit if that is possible."""
         for lora_id in list(self._loaded):
             if len(self._loaded) <= self.config.max_cpu_loras:

@@ -32,6 +32,7 @@ from tellin.worker.thinking import ThinkingBudgets
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
+    from tellin.models.plan.ir import Plan
 
 logger = logging.getLogger("tellin.worker")
 
@@ -59,7 +60,8 @@ class ModelRunner:
         self.pooler = None if model.pooler_config is None else Pooler(model.pooler_config)
         self.lora = None
         if config.lora_config is not None:
-            self.lora = LoRAManager(config.lora_config, model.path)
+            plan: Plan = backend.plan  # type: ignore[attr-defined]
+            self.lora = LoRAManager(config.lora_config, model.path, plan.lora_sites)
         self._lora_version = 0
         self._backend: Backend | None = None
         self.adopt_backend(backend)

@@ -238,7 +238,7 @@ class Worker:
     # ------------------------------------------------------------------ adapters
 
     def add_lora(self, lora_request: LoRARequest, in_use: Collection[int] = ()) -> bool:
-        """Load an adapter, if it is not loaded.
+        """Load an adapter, if it is not loaded; also while the model sleeps.
 
         Args:
             in_use: ids of adapters that live requests need, which must stay.
@@ -246,9 +246,8 @@ class Worker:
         Raises:
             UnsupportedFeatureError: the engine was started without LoRA.
             AdapterError: it cannot be loaded; nothing has changed.
-            EngineError: the weights are put away.
         """
-        backend = cast("AdapterBackend", self.runner.backend)
+        backend = cast("AdapterBackend | None", self.runner.model)
         return self._lora(lora_request.lora_name).add(lora_request, backend, in_use)
 
     def remove_lora(self, lora_id: int) -> bool:
