@@ -32,7 +32,7 @@ void block_mass(benchmark::State& state, const SamplingKernels* k) {
   const float largest = *std::max_element(row.begin(), row.end());
   for (auto _ : state) {
     benchmark::DoNotOptimize(
-        k->block_mass(row.data(), n, maxima.data(), largest, 1.25f, -INFINITY, -INFINITY, masses.data()));
+        k->block_mass(row.data(), n, maxima.data(), largest, 1.25f, -INFINITY, masses.data()));
   }
   state.SetItemsProcessed(state.iterations() * n);
 }
@@ -45,7 +45,7 @@ void estimate_blocks(benchmark::State& state, const SamplingKernels* k) {
   const float largest = *std::max_element(row.begin(), row.end());
   for (auto _ : state) {
     benchmark::DoNotOptimize(
-        k->estimate_blocks(row.data(), n, maxima.data(), -INFINITY, INFINITY, largest, 1.25f));
+        k->estimate_blocks(row.data(), n, maxima.data(), -INFINITY, INFINITY, INFINITY, largest, 1.25f));
   }
   state.SetItemsProcessed(state.iterations() * n);
 }

@@ -235,15 +235,15 @@ void bind_sampler(nb::module_& m) {
       .def_prop_ro("num_ids", &Sampler::num_ids);
   m.def(
       "mass_range",
-      [](Column<const float> row, float temperature, float nats, const std::string& isa) {
+      [](Column<const float> row, float temperature, float nats, const std::string& isa, float listed_nats) {
         const SamplingKernels* kernels = sampling_kernels(isa.c_str());
         require(kernels != nullptr, "unknown instruction set, or this machine does not have it");
         require(row.shape(0) > 0 && row.shape(0) <= size_t{1} << (63 - kWeightBits), "bad number of entries");
-        const MassRange range =
-            mass_range(*kernels, row.data(), static_cast<int64_t>(row.shape(0)), 1.0f / temperature, nats);
+        const MassRange range = mass_range(*kernels, row.data(), static_cast<int64_t>(row.shape(0)),
+                                           1.0f / temperature, nats, listed_nats);
         return std::vector<uint64_t>{range.least, range.exact, range.most};
       },
-      nb::arg("row"), nb::arg("temperature"), nb::arg("nats"), nb::arg("isa"),
+      nb::arg("row"), nb::arg("temperature"), nb::arg("nats"), nb::arg("isa"), nb::arg("listed_nats"),
       "Lower bound, exact value and upper bound of a row's integer mass; for tests.");
   m.def(
       "philox4x32",

@@ -131,8 +131,7 @@ double log_of_sum(const LogitsRow& row) {
 
 // One row of the table: the chosen id, then `others` (or the best ids).
 void report(const LogitsRow& row, const ValueMap& value, int32_t chosen, const std::vector<int32_t>* others,
-            int64_t num_best, std::vector<float>& buffer, std::vector<Candidate>& best, int32_t* ids,
-            float* values, int32_t* rank) {
+            int64_t num_best, SamplerScratch& scratch, int32_t* ids, float* values, int32_t* rank) {
   ids[0] = chosen;
   values[0] = value(row.x[chosen]);
   *rank = static_cast<int32_t>(row.kernels->count_at_least(row.x, row.n, row.maxima, row.x[chosen]));
@@ -143,7 +142,8 @@ void report(const LogitsRow& row, const ValueMap& value, int32_t chosen, const s
       values[i + 1] = is_id(id, row.n) ? value(row.x[id]) : kNegInf;
     }
   } else if (num_best > 0) {
-    gather_top_k(row, num_best, buffer, best);
+    gather_top_k(row, num_best, scratch);
+    std::vector<Candidate>& best = scratch.best;
     std::sort(best.begin(), best.end(), better);
     for (size_t i = 0; i < best.size(); ++i) {
       ids[i + 1] = best[i].id;
@@ -324,8 +324,8 @@ class RowRun {
     if (!value.logits) value.log_mass = mass != 0 ? log_of_mass(mass) : log_of_sum(row);
     const int64_t at = row_ * batch_.logprob_stride;
     const bool by_ids = !params_.logprob_ids.empty();
-    report(row, value, id, by_ids ? &params_.logprob_ids : nullptr, columns_ - 1, scratch_.sorted_maxima,
-           scratch_.candidates, batch_.logprob_ids + at, batch_.logprobs + at, batch_.ranks + row_);
+    report(row, value, id, by_ids ? &params_.logprob_ids : nullptr, columns_ - 1, scratch_,
+           batch_.logprob_ids + at, batch_.logprobs + at, batch_.ranks + row_);
   }
 
   LogitsRow raw_row(const LogitsRow& current) {
@@ -432,8 +432,8 @@ void Sampler::prompt_logprobs(const float* logits, int64_t stride, const float* 
     const LogitsRow row = {kernels_, x, num_ids_, scratch.maxima.data(), max, 1.0f};
     ValueMap value{is_logits(mode_), max, 1.0f, 0.0};
     if (!value.logits) value.log_mass = log_of_sum(row);
-    report(row, value, ids[i], nullptr, std::min(k, num_ids_), scratch.sorted_maxima, scratch.candidates,
-           out_ids + i * out_stride, out_values + i * out_stride, ranks + i);
+    report(row, value, ids[i], nullptr, std::min(k, num_ids_), scratch, out_ids + i * out_stride,
+           out_values + i * out_stride, ranks + i);
     status[i] = kRowOk;
   });
 }

@@ -30,8 +30,8 @@ float max_of_maxima(const SamplingKernels& kernels, const float* maxima, int64_t
 // Lowest id among the largest entries.
 int32_t argmax(const LogitsRow& row);
 
-// The k best entries in unspecified order, without weights (k >= 1; all entries if k >= n).
-void gather_top_k(const LogitsRow& row, int64_t k, std::vector<float>& buffer, std::vector<Candidate>& out);
+// The k best entries in scratch.best, in unspecified order (k >= 1; all entries if k >= n).
+void gather_top_k(const LogitsRow& row, int64_t k, SamplerScratch& scratch);
 
 // Lowest value that min_p keeps: (x - max) * inv_t >= log(min_p).
 float min_p_lowest(const LogitsRow& row, float min_p);

@@ -2,13 +2,14 @@
 // the variant), TELLIN_SAMPLING_TABLE (the symbol to export) and TELLIN_SAMPLING_WIDTH (float lanes of a
 // register). Everything but the table has internal linkage: no copy of these functions can leak into another
 // unit.
-#include "sampling_exp.h"
+#include "sampling_lists.h"
 
 namespace tellin {
 namespace {
 
-// Weights of one full block.
-TELLIN_INLINE void block_weights(const float* x, float max, float inv_t, uint64_t* out) {
+// Weights of one full block, and their sum in lanes.
+TELLIN_INLINE void block_weights(const float* x, float max, float inv_t, uint64_t* out, LongVec& sum) {
+  sum = LongVec{};
   for (int64_t i = 0; i < kSampleBlock; i += kWide * kLanes) {
     FloatVec z[kWide], w[kWide];
     for (int64_t j = 0; j < kWide; ++j) {
@@ -21,27 +22,25 @@ TELLIN_INLINE void block_weights(const float* x, float max, float inv_t, uint64_
       round_weights(w[j], low, high);
       low -= kIntegerBase;
       high -= kIntegerBase;
+      sum += low + high;
       std::memcpy(out, &low, sizeof low);
       std::memcpy(out + kHalfLanes, &high, sizeof high);
     }
   }
 }
 
-// Sum of the weights of one full block, of entries >= lowest if kHasLowest: in lanes, kBlockBase too large.
+// Sum of the weights of one full block: in lanes, kBlockBase too large.
 constexpr uint64_t kBlockBase = kSampleBlock * kIntegerBase;  // modulo 2^64, as the sums
 
-template <bool kHasLowest>
-TELLIN_INLINE void mass_of_block(const float* x, float max, float inv_t, float lowest, LongVec& mass) {
+TELLIN_INLINE void mass_of_block(const float* x, float max, float inv_t, LongVec& mass) {
   LongVec sum[2] = {};
 #pragma GCC unroll 4
   for (int64_t i = 0; i < kSampleBlock; i += kWide * kLanes) {
     FloatVec z[kWide], w[kWide];
 #pragma GCC unroll 4
     for (int64_t j = 0; j < kWide; ++j) {
-      FloatVec v;
-      load(x + i + j * kLanes, v);
-      z[j] = (v - max) * inv_t;
-      if (kHasLowest) z[j] = v >= lowest ? z[j] : FloatVec{} - 64.0f;
+      load(x + i + j * kLanes, z[j]);
+      z[j] = (z[j] - max) * inv_t;
     }
     exp_weights(z, w);
 #pragma GCC unroll 4
@@ -53,11 +52,6 @@ TELLIN_INLINE void mass_of_block(const float* x, float max, float inv_t, float l
     }
   }
   mass = sum[0] + sum[1];
-}
-
-// The last, short block of a row, padded with -infinity.
-TELLIN_INLINE void pad_block(const float* x, int64_t n, float* block) {
-  for (int64_t i = 0; i < kSampleBlock; ++i) block[i] = i < n ? x[i] : kNegInf;
 }
 
 // Largest entry of one full block.
@@ -186,147 +180,56 @@ void tile_max(const float* x, int64_t stride, int64_t rows, int64_t n, float* ma
   }
 }
 
-// Bit i: whether lowest <= x[i] <= highest, for a full block.
-TELLIN_INLINE uint64_t hits_of_block(const float* x, float lowest, float highest) {
-  uint64_t bits = 0;
-#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512F__)
-  const __m512 least = _mm512_set1_ps(lowest), most = _mm512_set1_ps(highest);
-  for (int64_t i = 0; i < kSampleBlock; i += kLanes) {
-    const __m512 v = _mm512_loadu_ps(x + i);
-    const __mmask16 hit =
-        _mm512_mask_cmp_ps_mask(_mm512_cmp_ps_mask(v, least, _CMP_GE_OQ), v, most, _CMP_LE_OQ);
-    bits |= static_cast<uint64_t>(hit) << i;
-  }
-#elif TELLIN_SAMPLING_WIDTH == 8 && defined(__AVX2__)
-  const __m256 least = _mm256_set1_ps(lowest), most = _mm256_set1_ps(highest);
-  for (int64_t i = 0; i < kSampleBlock; i += kLanes) {
-    const __m256 v = _mm256_loadu_ps(x + i);
-    const __m256 hit = _mm256_and_ps(_mm256_cmp_ps(v, least, _CMP_GE_OQ), _mm256_cmp_ps(v, most, _CMP_LE_OQ));
-    bits |= static_cast<uint64_t>(static_cast<uint32_t>(_mm256_movemask_ps(hit))) << i;
-  }
-#else
-  alignas(8) uint8_t hit[kSampleBlock];
-  for (int64_t i = 0; i < kSampleBlock; ++i) hit[i] = (x[i] >= lowest) & (x[i] <= highest);
-  for (int64_t i = 0; i < kSampleBlock; i += 8) {
-    uint64_t eight;  // bytes 0 or 1, gathered in the top byte of the product
-    std::memcpy(&eight, hit + i, sizeof eight);
-    bits |= (eight * 0x0102040810204080ULL >> 56) << i;
-  }
-#endif
-  return bits;
-}
-
-TELLIN_INLINE void fetch_block(const float* x, int64_t b) {
-#pragma GCC unroll 4
-  for (int64_t i = 0; i < kSampleBlock; i += 16) __builtin_prefetch(x + b * kSampleBlock + i);
-}
-
-// Lists the blocks from *begin to num_blocks whose maximum lies in [lowest, highest], at most kFoundBlocks;
-// *begin is where it stopped.
-constexpr int64_t kFoundBlocks = 1024;
-
-TELLIN_INLINE int64_t find_blocks(const float* maxima, int64_t num_blocks, int64_t* begin, float lowest,
-                                  float highest, int32_t* found) {
-  int64_t count = 0, first = *begin / kSampleBlock * kSampleBlock;
-  float padded[kSampleBlock];
-  for (; first < num_blocks && count + kSampleBlock <= kFoundBlocks; first += kSampleBlock) {
-    const float* chunk = maxima + first;
-    const int64_t left = num_blocks - first;
-    if (left < kSampleBlock) {
-      pad_block(chunk, left, padded);
-      chunk = padded;
-    }
-    uint64_t bits = hits_of_block(chunk, lowest, highest);
-    if (left < kSampleBlock) bits &= (uint64_t{1} << left) - 1;
-    if (first < *begin) bits &= ~uint64_t{0} << (*begin - first);
-    for (; bits != 0; bits &= bits - 1) found[count++] = static_cast<int32_t>(first + __builtin_ctzll(bits));
-  }
-  *begin = first;
-  return count;
-}
-
-// Calls f for every block, from `begin` on, whose maximum lies in [lowest, highest], until it returns false.
-// Blocks of x that follow are fetched ahead: they lie anywhere.
-template <class F>
-TELLIN_INLINE void for_blocks(const float* x, const float* maxima, int64_t num_blocks, int64_t begin,
-                              float lowest, float highest, F&& f) {
-  constexpr int64_t kAheadBlocks = 12;
-  int32_t found[kFoundBlocks + kAheadBlocks];
-  while (begin < num_blocks) {
-    const int64_t count = find_blocks(maxima, num_blocks, &begin, lowest, highest, found);
-    for (int64_t i = 0; i < kAheadBlocks; ++i) found[count + i] = count > 0 ? found[count - 1] : 0;
-    for (int64_t i = 0; i < count && i < kAheadBlocks; ++i) fetch_block(x, found[i]);
-    for (int64_t i = 0; i < count; ++i) {
-      fetch_block(x, found[i + kAheadBlocks]);
-      if (!f(static_cast<int64_t>(found[i]))) return;
-    }
-  }
-}
-
-// The entries of block b, padded if it is short.
-TELLIN_INLINE const float* block_entries(const float* x, int64_t n, int64_t b, float* padded) {
-  const int64_t begin = b * kSampleBlock;
-  if (n - begin >= kSampleBlock) return x + begin;
-  pad_block(x + begin, n - begin, padded);
-  return padded;
-}
-
-int64_t num_blocks_of(int64_t n) {
-  return (n + kSampleBlock - 1) / kSampleBlock;
-}
-
-uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
-                    float least_max, uint64_t* masses) {
+uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, float inv_t, float least_max,
+                    uint64_t* masses) {
   const int64_t num_blocks = num_blocks_of(n);
   if (masses != nullptr) std::memset(masses, 0, static_cast<size_t>(num_blocks) * sizeof(uint64_t));
-  least_max = lowest > least_max ? lowest : least_max;
   LongVec total = {};
   uint64_t count = 0;
   float padded[kSampleBlock];
-  for_blocks(x, maxima, num_blocks, 0, least_max, kPosInf, [&](int64_t b) {
-    if ((maxima[b] - max) * inv_t < -kWeightCutoff) return true;
+  for_blocks(x, maxima, num_blocks, least_max, kPosInf, [&](int64_t b) {
+    if ((maxima[b] - max) * inv_t < -kWeightCutoff) return;
     const float* block = block_entries(x, n, b, padded);
     LongVec mass;
-    if (lowest > kNegInf) {
-      mass_of_block<true>(block, max, inv_t, lowest, mass);
-    } else {
-      mass_of_block<false>(block, max, inv_t, lowest, mass);
-    }
+    mass_of_block(block, max, inv_t, mass);
     total += mass;
     ++count;
     if (masses != nullptr) masses[b] = sum_of_lanes(mass) - kBlockBase;
-    return true;
   });
   return sum_of_lanes(total) - count * kBlockBase;
 }
 
-template <bool kFast>
+template <bool kFast, bool kHasBelow>
 TELLIN_INLINE double sum_of_blocks(const float* x, int64_t n, const float* maxima, float lowest,
-                                   float highest, float max, float inv_t) {
+                                   float highest, float below, float max, float inv_t) {
   const float scale = inv_t * kLog2E;
   BlockSum<kFast> sum;
   float padded[kSampleBlock];
-  for_blocks(x, maxima, num_blocks_of(n), 0, lowest, highest, [&](int64_t b) {
+  for_blocks(x, maxima, num_blocks_of(n), lowest, highest, [&](int64_t b) {
     const float* block = block_entries(x, n, b, padded);
     FloatVec t[kBlockVecs];
 #pragma GCC unroll 16
     for (int64_t j = 0; j < kBlockVecs; ++j) {
-      load(block + j * kLanes, t[j]);
-      t[j] = (t[j] - max) * scale;
+      FloatVec v;
+      load(block + j * kLanes, v);
+      t[j] = (v - max) * scale;
+      if (kHasBelow) t[j] = v < below ? t[j] : FloatVec{} - 64.0f;
     }
     sum.add(t);
-    return true;
   });
   return sum.total();
 }
 
 double sum_exp(const float* x, int64_t n, const float* maxima, float max, float inv_t) {
-  return sum_of_blocks<false>(x, n, maxima, max - kWeightCutoff / inv_t, max, max, inv_t);
+  return sum_of_blocks<false, false>(x, n, maxima, max - kWeightCutoff / inv_t, max, kPosInf, max, inv_t);
 }
 
-double estimate_blocks(const float* x, int64_t n, const float* maxima, float lowest, float highest, float max,
-                       float inv_t) {
-  return sum_of_blocks<true>(x, n, maxima, lowest, highest, max, inv_t);
+double estimate_blocks(const float* x, int64_t n, const float* maxima, float lowest, float highest,
+                       float below, float max, float inv_t) {
+  if (below == kPosInf) {
+    return sum_of_blocks<true, false>(x, n, maxima, lowest, highest, below, max, inv_t);
+  }
+  return sum_of_blocks<true, true>(x, n, maxima, lowest, highest, below, max, inv_t);
 }
 
 double estimate_entries(const float* x, int64_t n, float highest, float max, float inv_t) {
@@ -347,40 +250,22 @@ double estimate_entries(const float* x, int64_t n, float highest, float max, flo
   return sum.total();
 }
 
-void weights(const float* x, int64_t n, float max, float inv_t, uint64_t* out) {
-  if (n == kSampleBlock) {
-    block_weights(x, max, inv_t, out);
-    return;
+uint64_t weights(const float* x, int64_t n, float max, float inv_t, uint64_t* out) {
+  LongVec total = {}, sum;
+  int64_t i = 0;
+  for (; i + kSampleBlock <= n; i += kSampleBlock) {
+    block_weights(x + i, max, inv_t, out + i, sum);
+    total += sum;
   }
-  float block[kSampleBlock];
-  uint64_t w[kSampleBlock];
-  pad_block(x, n, block);
-  block_weights(block, max, inv_t, w);
-  std::memcpy(out, w, static_cast<size_t>(n) * sizeof(uint64_t));
-}
-
-int64_t list_entries(const float* x, int64_t n, const float* maxima, float lowest, float highest,
-                     int64_t* block, Candidate* out, int64_t capacity) {
-  const int64_t num_blocks = num_blocks_of(n);
-  int64_t count = 0, stop = num_blocks;
-  float padded[kSampleBlock];
-  for_blocks(x, maxima, num_blocks, *block, lowest, kPosInf, [&](int64_t b) {
-    if (count + kSampleBlock > capacity) {
-      stop = b;
-      return false;
-    }
-    const int64_t begin = b * kSampleBlock, left = n - begin;
-    const float* entries = block_entries(x, n, b, padded);
-    uint64_t bits = hits_of_block(entries, lowest, highest);
-    if (left < kSampleBlock) bits &= (uint64_t{1} << left) - 1;
-    for (; bits != 0; bits &= bits - 1) {
-      const int64_t i = __builtin_ctzll(bits);
-      out[count++] = {entries[i], static_cast<int32_t>(begin + i), 0};
-    }
-    return true;
-  });
-  *block = stop;
-  return count;
+  if (i < n) {
+    float block[kSampleBlock];
+    uint64_t w[kSampleBlock];
+    pad_block(x + i, n - i, block);
+    block_weights(block, max, inv_t, w, sum);  // those of the padding are 0
+    total += sum;
+    std::memcpy(out + i, w, static_cast<size_t>(n - i) * sizeof(uint64_t));
+  }
+  return sum_of_lanes(total);
 }
 
 int64_t count_at_least(const float* x, int64_t n, const float* maxima, float value) {
@@ -430,8 +315,9 @@ void divide(float* x, int64_t n, float divisor) {
 
 extern const SamplingKernels TELLIN_SAMPLING_TABLE;
 const SamplingKernels TELLIN_SAMPLING_TABLE = {
-    TELLIN_SAMPLING_ISA, block_max, tile_max,     block_mass,     sum_exp,       estimate_blocks,
-    estimate_entries,    weights,   list_entries, count_at_least, apply_bitmask, divide,
+    TELLIN_SAMPLING_ISA, block_max,        tile_max,      block_mass,   sum_exp,
+    estimate_blocks,     estimate_entries, weights,       list_entries, entries_above,
+    copy_entries,        count_at_least,   apply_bitmask, divide,
 };
 
 }  // namespace tellin

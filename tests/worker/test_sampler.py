@@ -334,13 +334,13 @@ def test_estimates_bound_the_mass(isa: str) -> None:
         row = (rng.normal(size=n) * scale + 40 * rng.normal()).astype(F)
         row[rng.integers(0, n, n // 10)] = -np.inf
         row[rng.integers(n)] = 50
-        for nats in (4, 12, 26):
-            least, exact, most = _C.mass_range(row, temperature, nats, isa)
-            assert least <= exact <= most, (n, scale, temperature, nats)
+        for nats, listed in product((4, 12, 26), (0, 3, 9)):
+            least, exact, most = _C.mass_range(row, temperature, nats, isa, listed)
+            assert least <= exact <= most, (n, scale, temperature, nats, listed)
             assert exact >= 2**44
             if nats == 26:
                 assert most - least < 1e-4 * exact
-        assert exact == _C.mass_range(row, temperature, 4, "portable")[1]
+        assert exact == _C.mass_range(row, temperature, 4, "portable", 0)[1]
 
 
 def test_draws_from_the_tail() -> None:

@@ -11,6 +11,8 @@
 // is exact integer arithmetic over the weights of sampling_kernels.h.
 #pragma once
 #include <cstdint>
+#include <limits>
+#include <memory>
 #include <vector>
 
 #include "tellin/sampling_kernels.h"
@@ -92,29 +94,70 @@ struct SampleBatch {
   int32_t* ranks;  // [num_rows] out: entries at least as large as the sampled one's
 };
 
+// What filters leave: entries > lowest, and entries equal to it up to an id.
+struct Cut {
+  static constexpr int32_t kAnyId = std::numeric_limits<int32_t>::max();
+
+  float lowest = -std::numeric_limits<float>::infinity();
+  int32_t last_id = kAnyId;
+
+  bool keeps(float value, int64_t id) const {
+    return (value > lowest) | ((value == lowest) & (id <= last_id));
+  }
+};
+
+// The entries of a row that `cut` keeps, in id order, and the sum of their weights.
+class EntryList {
+ public:
+  EntryArrays arrays() const { return {values_.get(), ids_.get(), weights_.get()}; }
+  // Makes room for the entries of a row of n; what the list held is lost. Pages that no entry reaches stay
+  // untouched.
+  void make_room(int64_t n);
+
+  int64_t size = 0;
+  uint64_t mass = 0;
+  Cut cut;
+
+ private:
+  int64_t room_ = 0;
+  std::unique_ptr<float[]> values_;
+  std::unique_ptr<int32_t[]> ids_;
+  std::unique_ptr<uint64_t[]> weights_;
+};
+
+// Entry of a row, for log-probabilities.
+struct Candidate {
+  float value;
+  int32_t id;
+};
+
 // Buffers of one thread.
 struct SamplerScratch {
   std::vector<float> maxima, sorted_maxima, raw, raw_maxima;
   std::vector<uint64_t> masses, tail_masses;
-  std::vector<Candidate> candidates, listed;
-  std::vector<uint16_t> bins;  // of listed
+  EntryList listed, rest;
+  std::vector<Candidate> best;
   std::vector<uint32_t> counts;
   std::vector<int32_t> touched;     // blocks whose maxima are to be found anew
   std::vector<uint8_t> is_touched;  // by block; 0 before and after
 };
 
-// Mass of a row, and the bounds on it that draws begin with when blocks are estimated whose maximum lies down
-// to `nats` below the row's: what every draw relies on, for tests.
+// Mass of a row, and the bounds on it that draws begin with when entries down to `listed_nats` below the
+// row's maximum are listed and of blocks whose maximum lies down to `nats` below it the others are estimated:
+// what every draw relies on, for tests.
 struct MassRange {
   uint64_t least, exact, most;
 };
-MassRange mass_range(const SamplingKernels& kernels, const float* x, int64_t n, float inv_t, float nats);
+MassRange mass_range(const SamplingKernels& kernels, const float* x, int64_t n, float inv_t, float nats,
+                     float listed_nats);
 
 class Sampler {
  public:
   // `num_ids`: entries of a row that may be sampled (the tokenizer's size); the rest of a row is never read.
   Sampler(int64_t num_ids, LogprobsMode mode, const SamplingKernels* kernels)
       : num_ids_(num_ids), mode_(mode), kernels_(kernels) {}
+  Sampler(const Sampler&) = delete;
+  Sampler& operator=(const Sampler&) = delete;
 
   void set_slot(int64_t slot, SlotParams params);
   const SlotParams* slot(int64_t slot) const;

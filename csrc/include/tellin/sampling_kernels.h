@@ -19,12 +19,22 @@ constexpr int kWeightBits = 44;       // weight of the maximum; 2^19 ids sum to 
 constexpr double kEstimateError = 6e-6;
 constexpr float kWeightCutoff = 31.2f;  // exp(-31.2) * 2^44 < 0.5: entries further down weigh nothing
 
-// Entry of a row with its weight.
-struct Candidate {
-  float value;
-  int32_t id;
-  uint64_t weight;
+// Entries of a row in id order. The kSampleBlock values that follow the last one are NaN, which no comparison
+// holds for; so arrays have room for kSampleBlock entries more than they are for.
+struct EntryArrays {
+  float* values;
+  int32_t* ids;
+  uint64_t* weights;
 };
+
+// What lies above a value: sum of the weights and number; and how many entries equal the value.
+struct EntriesAbove {
+  uint64_t mass;
+  int64_t count;
+  int64_t num_equal;
+};
+
+enum class Side { kAtLeast, kAbove, kBelow };  // of a value
 
 struct SamplingKernels {
   const char* isa;
@@ -35,27 +45,29 @@ struct SamplingKernels {
   // The same of a tile of `rows` rows, `stride` entries apart: maxima[m * maxima_stride + b] is row m's.
   void (*tile_max)(const float* x, int64_t stride, int64_t rows, int64_t n, float* maxima,
                    int64_t maxima_stride);
-  // masses[b] = sum of the weights of the entries of block b that are >= lowest, or 0 if the block's maximum
-  // is below least_max, unless `masses` is null; returns the sum over all blocks. inv_t = 1 / temperature.
-  uint64_t (*block_mass)(const float* x, int64_t n, const float* maxima, float max, float inv_t, float lowest,
+  // masses[b] = sum of the weights of the entries of block b, or 0 if the block's maximum is below least_max,
+  // unless `masses` is null; returns the sum over all blocks. inv_t = 1 / temperature.
+  uint64_t (*block_mass)(const float* x, int64_t n, const float* maxima, float max, float inv_t,
                          float least_max, uint64_t* masses);
   // Sum of exp((x - max) * inv_t), within 1e-6 of it; float32, so the same bits in every variant. For
   // log-probabilities: half the work of block_mass.
   double (*sum_exp)(const float* x, int64_t n, const float* maxima, float max, float inv_t);
-  // About the sum of exp((x - max) * inv_t) over all entries of the blocks whose maximum lies in [lowest,
-  // highest]; over all entries <= highest. Times 2^kWeightBits it differs from the sum of the weights by at
-  // most kEstimateError of it and one per entry. Much cheaper than block_mass, but not the same bits in every
-  // variant: for bounds only.
+  // About the sum of exp((x - max) * inv_t) over the entries < below of the blocks whose maximum lies in
+  // [lowest, highest]; over all entries <= highest. Times 2^kWeightBits it differs from the sum of the
+  // weights by at most kEstimateError of it and one per entry. Much cheaper than block_mass, but not the same
+  // bits in every variant: for bounds only.
   double (*estimate_blocks)(const float* x, int64_t n, const float* maxima, float lowest, float highest,
-                            float max, float inv_t);
+                            float below, float max, float inv_t);
   double (*estimate_entries)(const float* x, int64_t n, float highest, float max, float inv_t);
-  // weights[i] for n <= kSampleBlock entries.
-  void (*weights)(const float* x, int64_t n, float max, float inv_t, uint64_t* weights);
-  // Lists the entries in [lowest, highest] from block *block on in id order, without weights, as long as the
-  // next block fits into `capacity` (at least kSampleBlock). Returns their number; *block is where it
-  // stopped.
-  int64_t (*list_entries)(const float* x, int64_t n, const float* maxima, float lowest, float highest,
-                          int64_t* block, Candidate* out, int64_t capacity);
+  // weights[i] for n entries; returns their sum.
+  uint64_t (*weights)(const float* x, int64_t n, float max, float inv_t, uint64_t* weights);
+  // Lists the entries >= lowest, without weights; returns their number.
+  int64_t (*list_entries)(const float* x, int64_t n, const float* maxima, float lowest,
+                          const EntryArrays& out);
+  // Of the first n entries of a list.
+  EntriesAbove (*entries_above)(const EntryArrays& list, int64_t n, float value);
+  // Copies the entries on one side of a value, in order; returns their number. `to` may be `from`.
+  int64_t (*copy_entries)(const EntryArrays& from, int64_t n, float value, Side side, const EntryArrays& to);
   // Number of entries >= value.
   int64_t (*count_at_least)(const float* x, int64_t n, const float* maxima, float value);
   // x[i] = -infinity where bit i of the mask is 0 (least significant bit first, ceil(n / 32) words).

@@ -258,7 +258,7 @@ class SuffixDrafter:
     def num_cached_requests(self) -> int: ...
 
 def mass_range(
-    row: NDArray[np.float32], temperature: float, nats: float, isa: str
+    row: NDArray[np.float32], temperature: float, nats: float, isa: str, listed_nats: float
 ) -> list[int]: ...
 def philox4x32(key: int, index: int, purpose: int) -> list[int]:
     """Four words of Philox4x32-10 for the counter (index, purpose, 0, 0)."""
