@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <functional>
 #include <iterator>
 #include <limits>
@@ -11,11 +12,44 @@ namespace {
 
 constexpr float kNegInf = -std::numeric_limits<float>::infinity();
 constexpr int64_t kFewEntries = 64;  // of so many, three entries tell the middle well enough
+constexpr int64_t kTopKSample = 1024;
 constexpr int64_t kDrawChunk = 256;  // entries that are passed over at once
 
 float kth_largest(std::vector<float>& values, int64_t k) {
   std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<float>());
   return values[static_cast<size_t>(k - 1)];
+}
+
+// A value that the k-th best entry reaches: the k-th largest block maximum (k <= blocks).
+float top_k_bound(const LogitsRow& row, int64_t k, std::vector<float>& buffer) {
+  const int64_t blocks = num_sample_blocks(row.n), upper_blocks = num_sample_blocks(blocks);
+  if (k > upper_blocks) {
+    buffer.assign(row.maxima, row.maxima + blocks);
+    return kth_largest(buffer, k);
+  }
+  // Of many maxima only those above such a bound of their own blocks are put in order.
+  buffer.resize(static_cast<size_t>(upper_blocks));
+  row.kernels->block_max(row.maxima, blocks, buffer.data());
+  std::vector<float> upper = buffer;
+  const float bound = kth_largest(upper, k);
+  std::vector<float> large;
+  for (int64_t i = 0; i < upper_blocks; ++i) {
+    if (buffer[static_cast<size_t>(i)] < bound) continue;
+    const int64_t end = std::min(blocks, (i + 1) * kSampleBlock);
+    std::copy_if(row.maxima + i * kSampleBlock, row.maxima + end, std::back_inserter(large),
+                 [bound](float x) { return x >= bound; });
+  }
+  return kth_largest(large, k);
+}
+
+// A value that the k-th best entry most likely reaches, by what does so of one entry in many.
+float likely_top_k_bound(const LogitsRow& row, int64_t k, std::vector<float>& buffer) {
+  const int64_t count = std::min(kTopKSample, row.n);
+  buffer.resize(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) buffer[static_cast<size_t>(i)] = row.x[i * row.n / count];
+  const double expected = static_cast<double>(k) * static_cast<double>(count) / static_cast<double>(row.n);
+  const int64_t rank = static_cast<int64_t>(expected + 4.0 * std::sqrt(expected)) + 1;
+  return rank < count ? kth_largest(buffer, rank) : kNegInf;
 }
 
 // An entry near the middle of the first n: the middle one of a few.
@@ -57,26 +91,11 @@ void list_entries(const LogitsRow& row, float lowest, EntryList& list) {
   list.cut = {lowest, Cut::kAnyId};
 }
 
-float top_k_bound(const LogitsRow& row, int64_t k, std::vector<float>& buffer) {
-  const int64_t blocks = num_sample_blocks(row.n), upper_blocks = num_sample_blocks(blocks);
-  if (k > blocks) return kNegInf;
-  if (k > upper_blocks) {
-    buffer.assign(row.maxima, row.maxima + blocks);
-    return kth_largest(buffer, k);
-  }
-  // Of many maxima only those above such a bound of their own blocks are put in order.
-  buffer.resize(static_cast<size_t>(upper_blocks));
-  row.kernels->block_max(row.maxima, blocks, buffer.data());
-  std::vector<float> upper = buffer;
-  const float bound = kth_largest(upper, k);
-  std::vector<float> large;
-  for (int64_t i = 0; i < upper_blocks; ++i) {
-    if (buffer[static_cast<size_t>(i)] < bound) continue;
-    const int64_t end = std::min(blocks, (i + 1) * kSampleBlock);
-    std::copy_if(row.maxima + i * kSampleBlock, row.maxima + end, std::back_inserter(large),
-                 [bound](float x) { return x >= bound; });
-  }
-  return kth_largest(large, k);
+void list_top_k(const LogitsRow& row, int64_t k, float lowest, std::vector<float>& buffer, EntryList& list) {
+  const bool is_sure = k <= num_sample_blocks(row.n);
+  const float bound = is_sure ? top_k_bound(row, k, buffer) : likely_top_k_bound(row, k, buffer);
+  list_entries(row, std::max(bound, lowest), list);
+  if (!is_sure && list.size < k && bound > lowest) list_entries(row, lowest, list);
 }
 
 Selection select_best(const SamplingKernels& kernels, const EntryList& list, int64_t count, uint64_t mass,
@@ -130,7 +149,10 @@ void keep_selection(const SamplingKernels& kernels, const Selection& selection, 
     std::fill(all.values + count, all.values + list.size, std::numeric_limits<float>::quiet_NaN());
     list.size = count;
   }
-  list.cut = selection.cut;
+  // Of entries that equal the lowest some may be gone that the selection has not seen.
+  const bool same_lowest = selection.cut.lowest == list.cut.lowest;
+  list.cut = {selection.cut.lowest,
+              same_lowest ? std::min(selection.cut.last_id, list.cut.last_id) : selection.cut.last_id};
   list.mass = selection.mass;
 }
 

@@ -9,8 +9,8 @@ namespace tellin {
 // Lists and weighs the entries >= lowest.
 void list_entries(const LogitsRow& row, float lowest, EntryList& list);
 
-// A value that the k-th best entry reaches: the k-th largest block maximum.
-float top_k_bound(const LogitsRow& row, int64_t k, std::vector<float>& buffer);
+// Lists and weighs entries >= lowest, the k best of them at least.
+void list_top_k(const LogitsRow& row, int64_t k, float lowest, std::vector<float>& buffer, EntryList& list);
 
 // The best entries of a list up to a limit, which is the last of them.
 struct Selection {

@@ -162,10 +162,9 @@ void list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
       continue;
     }
     const Selection nucleus = select_best(*row.kernels, list, 1, least, scratch.rest);
-    if (nucleus.mass >= most) return keep_selection(*row.kernels, nucleus, list);
-    do {
-      tighten();
-    } while (most - least > nucleus.limit_weight);
+    // Without its limit the nucleus was less than an earlier bound: that is all a later one has to leave so.
+    while (nucleus.mass >= least && nucleus.mass < most) tighten();
+    if (nucleus.mass >= least) return keep_selection(*row.kernels, nucleus, list);
   }
 }
 
@@ -218,7 +217,7 @@ float min_p_lowest(const LogitsRow& row, float min_p) {
 }
 
 void gather_top_k(const LogitsRow& row, int64_t k, SamplerScratch& scratch) {
-  list_entries(row, top_k_bound(row, k, scratch.sorted_maxima), scratch.listed);
+  list_top_k(row, k, kNegInf, scratch.sorted_maxima, scratch.listed);
   const EntryArrays listed = scratch.listed.arrays();
   scratch.best.resize(static_cast<size_t>(scratch.listed.size));
   for (size_t i = 0; i < scratch.best.size(); ++i) scratch.best[i] = {listed.values[i], listed.ids[i]};
@@ -236,10 +235,13 @@ Draw filter_and_draw(const LogitsRow& row, int64_t top_k, double top_p, float mi
 
   EntryList& list = scratch.listed;
   if (has_min_p || has_top_k) {
-    float lowest = has_min_p ? min_p_lowest(row, min_p) : kNegInf;
-    if (has_top_k) lowest = std::max(lowest, top_k_bound(row, top_k, scratch.sorted_maxima));
-    list_entries(row, lowest, list);
-    if (has_top_k) keep_selection(kernels, select_best(kernels, list, top_k, 0, scratch.rest), list);
+    const float lowest = has_min_p ? min_p_lowest(row, min_p) : kNegInf;
+    if (has_top_k) {
+      list_top_k(row, top_k, lowest, scratch.sorted_maxima, list);
+      keep_selection(kernels, select_best(kernels, list, top_k, 0, scratch.rest), list);
+    } else {
+      list_entries(row, lowest, list);
+    }
     if (has_top_p) {
       const uint64_t mass = nucleus_mass(top_p, list.mass);
       keep_selection(kernels, select_best(kernels, list, 1, mass, scratch.rest), list);

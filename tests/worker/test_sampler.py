@@ -450,6 +450,18 @@ def test_p52_top_k_1_is_greedy() -> None:
         assert off[0] == off[1] == off[2]
 
 
+def test_top_p_does_not_bring_back_ties_that_top_k_dropped() -> None:
+    """Both limits are the same value; of the entries that equal it top-k keeps the first two."""
+    logits = np.array([[2.0, 1.0, 1.0, 1.0]], F)
+    params = SamplingParams(top_k=3, top_p=0.999999, logprobs=0)
+    found = set()
+    for key in range(60):
+        result = run(logits, [params], keys=[key], mode="processed_logits")
+        assert result.ranks is not None
+        found.add((int(result.tokens[0]), int(result.ranks[0])))
+    assert found == {(0, 1), (1, 3), (2, 3)}
+
+
 def test_3_6_5_bad_words_need_their_prefix() -> None:
     logits = np.array([[0, 1, 2, 3]], F)
     params = SamplingParams(temperature=0)
