@@ -9,7 +9,23 @@ namespace {
 
 typedef int32_t HalfIntVec __attribute__((vector_size(2 * TELLIN_SAMPLING_WIDTH)));
 
-#if TELLIN_SAMPLING_WIDTH == 8 && defined(__AVX2__)
+#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512F__)
+#define TELLIN_STORES_HITS 1
+
+// Stores the lanes of v whose bits are set one after the other. Writes a whole vector.
+TELLIN_INLINE void store_hits(const FloatVec& v, uint32_t bits, void* to) {
+  _mm512_storeu_ps(
+      to, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), reinterpret_cast<const __m512&>(v)));
+}
+
+// The same of 64-bit lanes, of which there are half as many.
+TELLIN_INLINE void store_long_hits(const LongVec& v, uint32_t bits, uint64_t* to) {
+  _mm512_storeu_si512(
+      to, _mm512_maskz_compress_epi64(static_cast<__mmask8>(bits), reinterpret_cast<const __m512i&>(v)));
+}
+#elif TELLIN_SAMPLING_WIDTH == 8 && defined(__AVX2__)
+#define TELLIN_STORES_HITS 1
+
 // For 8 bits: the lanes whose bits are set, in order.
 struct SetLanes {
   alignas(8) uint8_t lanes[256][8] = {};
@@ -28,39 +44,78 @@ TELLIN_INLINE void store_lanes(const __m256i& v, uint32_t bits, void* to) {
   const __m128i lanes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(kSetLanes.lanes[bits]));
   _mm256_storeu_si256(static_cast<__m256i*>(to), _mm256_permutevar8x32_epi32(v, _mm256_cvtepu8_epi32(lanes)));
 }
-#endif
 
-// Stores the lanes of v whose bits are set one after the other. Writes up to a whole vector.
 TELLIN_INLINE void store_hits(const FloatVec& v, uint32_t bits, void* to) {
-#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512F__)
-  _mm512_storeu_ps(
-      to, _mm512_maskz_compress_ps(static_cast<__mmask16>(bits), reinterpret_cast<const __m512&>(v)));
-#elif TELLIN_SAMPLING_WIDTH == 8 && defined(__AVX2__)
   store_lanes(reinterpret_cast<const __m256i&>(v), bits, to);
-#else
-  for (char* out = static_cast<char*>(to); bits != 0; bits &= bits - 1, out += sizeof(float)) {
-    const float x = v[__builtin_ctz(bits)];
-    std::memcpy(out, &x, sizeof x);
-  }
-#endif
 }
 
-// The same of 64-bit lanes, of which there are half as many.
 TELLIN_INLINE void store_long_hits(const LongVec& v, uint32_t bits, uint64_t* to) {
-#if TELLIN_SAMPLING_WIDTH == 16 && defined(__AVX512F__)
-  _mm512_storeu_si512(
-      to, _mm512_maskz_compress_epi64(static_cast<__mmask8>(bits), reinterpret_cast<const __m512i&>(v)));
-#elif TELLIN_SAMPLING_WIDTH == 8 && defined(__AVX2__)
   constexpr uint8_t kPairs[16] = {0x00, 0x03, 0x0c, 0x0f, 0x30, 0x33, 0x3c, 0x3f,
                                   0xc0, 0xc3, 0xcc, 0xcf, 0xf0, 0xf3, 0xfc, 0xff};
   store_lanes(reinterpret_cast<const __m256i&>(v), kPairs[bits], to);
-#else
-  for (; bits != 0; bits &= bits - 1) *to++ = v[__builtin_ctz(bits)];
-#endif
 }
+#else
+#define TELLIN_STORES_HITS 0
+#endif
 
 constexpr uint32_t kAllLanes = (1u << TELLIN_SAMPLING_WIDTH) - 1;
 constexpr uint32_t kAllHalfLanes = (1u << TELLIN_SAMPLING_WIDTH / 2) - 1;
+
+// Adds the entries of a block of a row whose bits are set to a list of `count`; returns how many it then has.
+TELLIN_INLINE int64_t add_from_row(const float* entries, int32_t first_id, uint64_t bits,
+                                   const EntryArrays& to, int64_t count) {
+#if TELLIN_STORES_HITS
+  IntVec ids;
+  for (int32_t i = 0; i < kLanes; ++i) ids[i] = first_id + i;
+#pragma GCC unroll 8
+  for (int64_t i = 0; i < kSampleBlock; i += kLanes, bits >>= kLanes, ids += static_cast<int32_t>(kLanes)) {
+    const uint32_t hits = static_cast<uint32_t>(bits) & kAllLanes;
+    FloatVec v, id_bits;
+    load(entries + i, v);
+    std::memcpy(&id_bits, &ids, sizeof ids);
+    store_hits(v, hits, to.values + count);
+    store_hits(id_bits, hits, to.ids + count);
+    count += __builtin_popcount(hits);
+  }
+#else
+  for (; bits != 0; bits &= bits - 1, ++count) {
+    const int32_t i = __builtin_ctzll(bits);
+    to.values[count] = entries[i];
+    to.ids[count] = first_id + i;
+  }
+#endif
+  return count;
+}
+
+// The same from kSampleBlock entries of a list, of which the first `num_entries` exist. A vector is read
+// before anything is written that far, so both may be one list.
+TELLIN_INLINE int64_t add_from_list(const EntryArrays& from, int64_t num_entries, uint64_t bits,
+                                    const EntryArrays& to, int64_t count) {
+#if TELLIN_STORES_HITS
+  for (int64_t i = 0; i < num_entries; i += kLanes, bits >>= kLanes) {
+    const uint32_t hits = static_cast<uint32_t>(bits) & kAllLanes, low_hits = hits & kAllHalfLanes;
+    FloatVec v, id_bits;
+    LongVec w[2];
+    load(from.values + i, v);
+    std::memcpy(&id_bits, from.ids + i, sizeof id_bits);
+    std::memcpy(w, from.weights + i, sizeof w);
+    store_hits(v, hits, to.values + count);
+    store_hits(id_bits, hits, to.ids + count);
+    store_long_hits(w[0], low_hits, to.weights + count);
+    store_long_hits(w[1], hits >> kHalfLanes, to.weights + count + __builtin_popcount(low_hits));
+    count += __builtin_popcount(hits);
+  }
+#else
+  (void)num_entries;
+  for (; bits != 0; bits &= bits - 1, ++count) {
+    const int64_t i = __builtin_ctzll(bits);
+    to.values[count] = from.values[i];
+    to.ids[count] = from.ids[i];
+    to.weights[count] = from.weights[i];
+  }
+#endif
+  return count;
+}
 
 // The values behind the last entry.
 TELLIN_INLINE void end_list(const EntryArrays& list, int64_t count) {
@@ -71,24 +126,12 @@ TELLIN_INLINE void end_list(const EntryArrays& list, int64_t count) {
 int64_t list_entries(const float* x, int64_t n, const float* maxima, float lowest, const EntryArrays& out) {
   int64_t count = 0;
   float padded[kSampleBlock];
-  IntVec lanes;
-  for (int32_t i = 0; i < kLanes; ++i) lanes[i] = i;
   for_blocks(x, maxima, num_blocks_of(n), lowest, kPosInf, [&](int64_t b) {
     const int64_t begin = b * kSampleBlock, left = n - begin;
     const float* entries = block_entries(x, n, b, padded);
     uint64_t bits = hits_of_block(entries, lowest, kPosInf);
     if (left < kSampleBlock) bits &= (uint64_t{1} << left) - 1;
-#pragma GCC unroll 4
-    for (int64_t i = 0; i < kSampleBlock; i += kLanes, bits >>= kLanes) {
-      const uint32_t hits = static_cast<uint32_t>(bits) & kAllLanes;
-      FloatVec v, id_bits;
-      load(entries + i, v);
-      const IntVec ids = lanes + static_cast<int32_t>(begin + i);
-      std::memcpy(&id_bits, &ids, sizeof ids);
-      store_hits(v, hits, out.values + count);
-      store_hits(id_bits, hits, out.ids + count);
-      count += __builtin_popcount(hits);
-    }
+    count = add_from_row(entries, static_cast<int32_t>(begin), bits, out, count);
   });
   end_list(out, count);
   return count;
@@ -135,30 +178,15 @@ EntriesAbove entries_above(const EntryArrays& list, int64_t n, float value) {
   return found;
 }
 
-// A vector at a time is read before anything is written that far.
 template <Side kSide>
 TELLIN_INLINE int64_t copy_side(const EntryArrays& from, int64_t n, float value, const EntryArrays& to) {
   int64_t count = 0;
   for (int64_t begin = 0; begin < n; begin += kSampleBlock) {
-    uint64_t bits = kSide == Side::kBelow ? hits_of_block(from.values + begin, kNegInf, value)
-                                          : hits_of_block(from.values + begin, value, kPosInf);
-    if (kSide != Side::kAtLeast) bits &= ~hits_of_block(from.values + begin, value, value);
-    const int64_t end = n - begin < kSampleBlock ? n - begin : kSampleBlock;
-    for (int64_t i = begin; i < begin + end; i += kLanes) {
-      const uint32_t hits = static_cast<uint32_t>(bits) & kAllLanes;
-      bits >>= kLanes;
-      FloatVec v, id_bits;
-      LongVec w[2];
-      load(from.values + i, v);
-      std::memcpy(&id_bits, from.ids + i, sizeof id_bits);
-      std::memcpy(w, from.weights + i, sizeof w);
-      store_hits(v, hits, to.values + count);
-      store_hits(id_bits, hits, to.ids + count);
-      store_long_hits(w[0], hits & kAllHalfLanes, to.weights + count);
-      store_long_hits(w[1], hits >> kHalfLanes,
-                      to.weights + count + __builtin_popcount(hits & kAllHalfLanes));
-      count += __builtin_popcount(hits);
-    }
+    const EntryArrays block = {from.values + begin, from.ids + begin, from.weights + begin};
+    uint64_t bits = kSide == Side::kBelow ? hits_of_block(block.values, kNegInf, value)
+                                          : hits_of_block(block.values, value, kPosInf);
+    if (kSide != Side::kAtLeast) bits &= ~hits_of_block(block.values, value, value);
+    count = add_from_list(block, n - begin < kSampleBlock ? n - begin : kSampleBlock, bits, to, count);
   }
   end_list(to, count);
   return count;
