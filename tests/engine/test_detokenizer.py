@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tellin.engine.detokenizer import Detokenizer
+from tellin.engine.detokenizer import Detokenizer, WindowStream
 from tellin.engine.token_table import TokenTable
 from tellin.loading.tokenizer import Tokenizer
 from tellin.sampling_params import SamplingParams
@@ -156,6 +156,22 @@ def test_spaces_between_special_tokens() -> None:
     )
     assert with_spaces == "<|im_start|> <|im_end|>"
     assert "".join(without[0]) == "<|im_start|><|im_end|>"
+
+
+@pytest.mark.parametrize("text", ["a👩🏽‍🚀b", "汉字", "ď", "👩🏽‍🚀"])
+def test_det9_det10_a_window_shows_no_half_characters(text: str) -> None:
+    """For tokenizers whose bytes are not known; here with one that cuts characters."""
+    tokenizer = get("byte_level")
+    params = SamplingParams()
+    stream = WindowStream(TokenTable(tokenizer), [], params)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    pieces = [stream.push(token_id) for token_id in ids]
+    assert len(pieces) > len([piece for piece in pieces if piece]), "no character was cut"
+    assert REPLACEMENT not in "".join(pieces)
+    assert "".join(pieces) + stream.flush() == text
+    cut = WindowStream(TokenTable(tokenizer), [], params)
+    assert [cut.push(token_id) for token_id in ids[-2:-1]] == [""]
+    assert cut.flush() == tokenizer.decode(ids[-2:-1])  # what stays incomplete is shown at the end
 
 
 @pytest.mark.parametrize("kind", KINDS)

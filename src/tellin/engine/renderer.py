@@ -249,7 +249,7 @@ class Renderer:
         if len(text) > limit:
             raise ContextLengthError(
                 f"the prompt has {len(text)} characters, which is more than fits into a context of "
-                f"{max_model_len} tokens; shorten it"
+                f"{max_model_len} tokens; shorten it, or set truncate_prompt_tokens"
             )
 
     def _warn_about_bos(self, text: str, tokenizer: ChatTokenizer) -> None:
