@@ -141,6 +141,8 @@ def test_integers_that_no_message_can_hold(name: str) -> None:
         ({"prompt_token_ids": [np.array([3, 4])]}, r"prompt_token_ids\[0\] must be an integer"),
         (np.array(5), "a prompt must be"),
         ([np.array(3.0)], "must be an integer"),
+        (["a", "b"], "one prompt is wanted, .* got a list of str"),
+        ([[1, 2], [3]], "one prompt is wanted, .* got a list of list"),
     ],
 )
 def test_raw_prompts(prompt: Any, says: str) -> None:

@@ -109,7 +109,17 @@ def test_inp20_22_wrong_forms_are_type_errors(prompt: Any) -> None:
         process(gate(), prompt)
 
 
-@pytest.mark.parametrize("key", ["prompt_embeds", "multi_modal_data", "encoder_prompt"], ids=str)
+@pytest.mark.parametrize(
+    "key",
+    [
+        "prompt_embeds",
+        "multi_modal_data",
+        "multi_modal_uuids",
+        "mm_processor_kwargs",
+        "encoder_prompt",
+        "decoder_prompt",
+    ],
+)
 def test_inp23_24_unsupported_kinds_say_so(key: str) -> None:
     with pytest.raises(UnsupportedFeatureError, match=key):
         process(gate(), {"prompt": "x", key: [1]})

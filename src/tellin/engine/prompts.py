@@ -235,6 +235,13 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     if isinstance(prompt, str):
         return ParsedPrompt(prompt, None)
     if isinstance(prompt, list | tuple):
+        if prompt and isinstance(prompt[0], str | list | tuple | Mapping):
+            raise InvalidTypeError(
+                "one prompt is wanted, a text or a list of token ids, got a list of "
+                f"{type(prompt[0]).__name__}; only generate() and embed() take several at a time",
+                parameter="prompt",
+                value=prompt,
+            )
         return ParsedPrompt(None, check_token_ids(prompt))
     if not isinstance(prompt, Mapping):
         raise InvalidTypeError(
@@ -246,9 +253,13 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     for name, what in (
         ("prompt_embeds", "prompt embeddings are"),
         ("multi_modal_data", "multimodal data is"),
+        ("multi_modal_uuids", "multimodal data is"),
+        ("mm_processor_kwargs", "multimodal data is"),
         ("encoder_prompt", "encoder-decoder prompts are"),
+        ("decoder_prompt", "encoder-decoder prompts are"),
     ):
-        if prompt.get(name) is not None:
+        value = prompt.get(name)
+        if value is not None and not (isinstance(value, Mapping) and not value):
             raise UnsupportedFeatureError(f"{what} not supported by this model ({name} was given)")
     text, ids, salt = (prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt"))
     if text is None and ids is None:
