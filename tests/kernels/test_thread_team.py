@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -44,6 +45,20 @@ def test_threads_are_the_least_of_all_limits(
     choice = choose_num_threads(cpus, cores, quota)
     assert choice.num_threads == expected
     assert ("quota" in choice.reason) == (quota is not None and quota <= 4)
+
+
+def test_p60_the_number_of_threads_and_its_reason_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = llama_plan()
+    with caplog.at_level(logging.INFO, "tellin.kernels"):
+        given = NativeBackend(plan, num_threads=2)
+        chosen = NativeBackend(plan)
+    choice = default_num_threads()
+    assert caplog.messages == [
+        f"2 kernel threads: as num_threads says; {given.info['isa']}",
+        f"{choice.num_threads} kernel threads: {choice.reason}; {chosen.info['isa']}",
+    ]
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -106,6 +121,7 @@ def test_affinity_limits_the_team_and_is_kept() -> None:
     """P61: in a process bound to one CPU the team has one thread and nobody leaves the mask."""
     cpu = min(os.sched_getaffinity(0))
     script = f"""
+import logging
 import os
 os.sched_setaffinity(0, {{{cpu}}})
 from tellin.kernels.native import NativeBackend
@@ -216,6 +232,7 @@ def test_more_threads_than_cores(num_threads: int) -> None:
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
     script = """
+import logging
 import os
 import numpy as np
 from tellin.kernels.native import NativeBackend

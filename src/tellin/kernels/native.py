@@ -9,6 +9,7 @@ row's bits depend on its own tokens only.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +28,11 @@ from tellin.exceptions import (
 from tellin.kernels import _C
 from tellin.kernels.adapters import smallest_tensor
 from tellin.kernels.batch import StepBatch
-from tellin.kernels.cpu import default_num_threads
+from tellin.kernels.cpu import ThreadChoice, default_num_threads
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
+
+logger = logging.getLogger("tellin.kernels")
 
 _KV_DTYPES = {"auto": "float16", "float16": "float16", "float32": "float32", "int8": "int8"}
 _ISAS = ("portable", "avx2", "avxvnni", "avx512", "neon")
@@ -90,18 +93,21 @@ class NativeBackend:
         _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_DTYPES))
         if isa:
             _check_choice("isa", isa, _ISAS)
-        threads = default_num_threads().num_threads if num_threads is None else num_threads
+        choice = default_num_threads()
+        if num_threads is not None:
+            choice = ThreadChoice(num_threads, "as num_threads says")
         self.plan = plan
         self.block_size = block_size
         try:
             program = _C.Program(
                 isa=isa or "",
-                num_threads=threads,
+                num_threads=choice.num_threads,
                 block_size=block_size,
                 kv_dtype=_KV_DTYPES[kv_cache_dtype],
             )
         except ValueError as error:
             raise InvalidParameterError(str(error)) from None
+        logger.info("%d kernel threads: %s; %s", choice.num_threads, choice.reason, program.isa)
         self._program: _C.Program | None = program
         compiler = _Compiler(program, plan, precision)
         try:
