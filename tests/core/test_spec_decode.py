@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tellin.config import EngineArgs, SpeculativeConfig
+from tellin.config import SpeculativeConfig
 from tellin.core.request import Request
 from tellin.core.spec_decode import RETRY_INTERVAL, SpecDecodeController, StepTimeModel
-from tellin.engine.arg_utils import _speculative_config
+from tellin.engine.nested_configs import speculative_config
 from tellin.exceptions import TellinError
 from tellin.protocol import FinishReason
 from tellin.sampling_params import SamplingParams
@@ -415,8 +415,8 @@ def test_a_good_draft_model_is_used(chance: float, draft_cost: float, gain: floa
 def test_3_8_7_at_most_128_drafts(number: Any) -> None:
     args = {"method": "ngram", "num_speculative_tokens": number}
     with pytest.raises(TellinError, match="num_speculative_tokens"):
-        _speculative_config(EngineArgs(model="m", speculative_config=args))
+        speculative_config(args)
     args["num_speculative_tokens"] = 128
-    config = _speculative_config(EngineArgs(model="m", speculative_config=args))
+    config = speculative_config(args)
     assert config is not None
     assert config.num_speculative_tokens == 128
