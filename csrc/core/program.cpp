@@ -16,14 +16,8 @@ namespace {
 constexpr size_t kWeightAlignment = 64;
 constexpr int64_t kPackBytes = 256 << 10;  // of packed weights per task of pack_weight
 
-// Rows 64-byte aligned, and never a whole number of 4 KiB pages apart (their stores would alias).
-int64_t row_stride(int64_t width) {
-  const int64_t stride = (width + 15) / 16 * 16;
-  return stride % 1024 == 0 ? stride + 16 : stride;
-}
-
-// Many rows apart by an odd number of cache lines spread over all sets of a cache: a tile of logits stays in
-// it.
+// Floats from one row of `width` to the next. Rows an odd number of cache lines apart spread over all sets of a
+// cache, so that a tile of them stays in it.
 int64_t odd_lines(int64_t width) {
   return ((width + 15) / 16 | 1) * 16;
 }
@@ -113,7 +107,7 @@ int Program::add_buffer(int64_t width, bool logit_rows) {
   require(width > 0 && width < (int64_t{1} << 31), "buffer width must be between 1 and 2^31");
   auto buffer = std::make_unique<Buffer>();
   buffer->width = width;
-  buffer->stride = row_stride(width);
+  buffer->stride = odd_lines(width);
   buffer->rows = logit_rows ? RowKind::kLogits : RowKind::kTokens;
   state_->buffers.push_back(std::move(buffer));
   return static_cast<int>(state_->buffers.size()) - 1;
