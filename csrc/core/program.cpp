@@ -16,8 +16,8 @@ namespace {
 constexpr size_t kWeightAlignment = 64;
 constexpr int64_t kPackBytes = 256 << 10;  // of packed weights per task of pack_weight
 
-// Floats from one row of `width` to the next. Rows an odd number of cache lines apart spread over all sets of a
-// cache, so that a tile of them stays in it.
+// Floats from one row of `width` to the next. Rows an odd number of cache lines apart spread over all sets of
+// a cache, so that a tile of them stays in it.
 int64_t odd_lines(int64_t width) {
   return ((width + 15) / 16 | 1) * 16;
 }
