@@ -83,6 +83,15 @@ class StructuredOutputsParams(msgspec.Struct, metaclass=HintingMeta, omit_defaul
                 value=given,
             )
         self._check_value(given[0])
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
+            check_bool(f"structured_outputs.{name}", getattr(self, name))
+        if not isinstance(self.whitespace_pattern, str | None):
+            raise InvalidTypeError(
+                "structured_outputs.whitespace_pattern must be a string, got "
+                f"{self.whitespace_pattern!r:.80}",
+                parameter="structured_outputs.whitespace_pattern",
+                value=self.whitespace_pattern,
+            )
 
     def _check_value(self, name: str) -> None:
         value = getattr(self, name)
@@ -413,6 +422,12 @@ class SamplingParams(msgspec.Struct, metaclass=_SamplingMeta, omit_defaults=True
                 parameter="extra_args",
                 value=self.extra_args,
             )
+        if not isinstance(self.logits_processors, list | tuple | None):
+            raise InvalidTypeError(
+                f"logits_processors must be a list, got {type(self.logits_processors).__name__}",
+                parameter="logits_processors",
+                value=self.logits_processors,
+            )
         for processor in self.logits_processors or ():
             if not callable(processor):
                 raise InvalidTypeError(
@@ -450,6 +465,20 @@ class SamplingParams(msgspec.Struct, metaclass=_SamplingMeta, omit_defaults=True
         if self.logprobs is None and self.logprob_token_ids is not None:
             return len(self.logprob_token_ids)
         return self.logprobs
+
+    def checked_clone(self) -> SamplingParams:
+        """As `clone`, of parameters that may have been changed since they were made.
+
+        Raises: as making them.
+        """
+        other = copy.copy(self)
+        other.__post_init__()
+        for name in ("structured_outputs", "repetition_detection"):
+            value = copy.copy(getattr(other, name))
+            if value is not None:
+                value.__post_init__()
+                setattr(other, name, value)
+        return other.clone()
 
     def clone(self) -> SamplingParams:
         """An independent copy (shallow with ``skip_clone``). Callables are shared, never copied."""

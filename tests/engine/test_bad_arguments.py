@@ -19,7 +19,12 @@ from tellin.engine.prompts import check_rendered, parse_prompt, prompts_to_list
 from tellin.engine.renderer import ChatParams
 from tellin.entrypoints.llm import LLM
 from tellin.exceptions import InvalidParameterError, InvalidTypeError, RequestError
-from tellin.sampling_params import BeamSearchParams, SamplingParams
+from tellin.sampling_params import (
+    BeamSearchParams,
+    RepetitionDetectionParams,
+    SamplingParams,
+    StructuredOutputsParams,
+)
 
 BAD = (InvalidTypeError, InvalidParameterError)
 
@@ -198,6 +203,43 @@ def test_chats(fields: dict[str, Any], says: str, llm: LLM) -> None:
     chat = [{"role": "user", "content": "x"}]
     with pytest.raises(RequestError, match=says):
         llm.chat(chat, SamplingParams(max_tokens=1), **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 10**9),
+        ("n", None),
+        ("top_p", -5.0),  # the sampler would read beyond its arrays
+        ("top_k", -7),
+        ("temperature", float("nan")),
+        ("max_tokens", -1),
+        ("stop", 5),
+        ("logit_bias", {1: float("nan")}),
+        ("logits_processors", 5),
+        ("structured_outputs", StructuredOutputsParams(regex="a")),
+        ("repetition_detection", RepetitionDetectionParams(2, 1, 2)),
+    ],
+)
+def test_parameters_that_were_changed_are_checked_anew(name: str, value: Any, llm: LLM) -> None:
+    """They are plain objects: what is set later must not reach the core unseen."""
+    params = SamplingParams(max_tokens=3)
+    if isinstance(value, StructuredOutputsParams):
+        value.regex = None
+    elif isinstance(value, RepetitionDetectionParams):
+        value.min_count = "x"  # type: ignore[assignment]
+    setattr(params, name, value)
+    with pytest.raises(BAD, match=name):
+        llm.generate([[5, 6]], params, use_tqdm=False)
+    assert len(llm.generate([[5, 6]], SamplingParams(max_tokens=3), use_tqdm=False)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("disable_any_whitespace", "x"), ("whitespace_pattern", 5)]
+)
+def test_options_of_constraints(name: str, value: Any) -> None:
+    with pytest.raises(BAD, match=f"structured_outputs.{name}"):
+        StructuredOutputsParams(regex="a", **{name: value})
 
 
 def test_requests(llm: LLM) -> None:

@@ -235,7 +235,7 @@ class InputProcessor:
                     "this model cannot generate text; it supports "
                     f"{', '.join(supported_tasks) or 'no task'}"
                 )
-            sampling = params.clone()
+            sampling = params.checked_clone()
             has_tokenizer = self.renderer.tokenizer is not None
             check_sampling_params(sampling, self.config, has_tokenizer=has_tokenizer)
             return sampling
@@ -246,6 +246,7 @@ class InputProcessor:
                 value=params,
             )
         pooling = params.clone()
+        pooling.__post_init__()  # it may have been changed since it was made
         tasks = [task for task in supported_tasks if task != "generate"]
         if not tasks:
             raise UnsupportedFeatureError(
