@@ -45,7 +45,7 @@ void estimate_blocks(benchmark::State& state, const SamplingKernels* k) {
   const float largest = *std::max_element(row.begin(), row.end());
   for (auto _ : state) {
     benchmark::DoNotOptimize(
-        k->estimate_blocks(row.data(), n, maxima.data(), -INFINITY, INFINITY, INFINITY, largest, 1.25f));
+        k->estimate_blocks(row.data(), n, maxima.data(), -INFINITY, INFINITY, largest, 1.25f));
   }
   state.SetItemsProcessed(state.iterations() * n);
 }

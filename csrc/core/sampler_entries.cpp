@@ -83,10 +83,10 @@ void EntryList::make_room(int64_t n) {
   room_ = n;
 }
 
-void list_entries(const LogitsRow& row, float lowest, EntryList& list) {
+void list_entries(const LogitsRow& row, float lowest, EntryList& list, double* rest) {
   list.make_room(row.n);
   const EntryArrays arrays = list.arrays();
-  list.size = row.kernels->list_entries(row.x, row.n, row.maxima, lowest, arrays);
+  list.size = row.kernels->list_entries(row.x, row.n, row.maxima, lowest, row.max, row.inv_t, arrays, rest);
   list.mass = row.kernels->weights(arrays.values, list.size, row.max, row.inv_t, arrays.weights);
   list.cut = {lowest, Cut::kAnyId};
 }

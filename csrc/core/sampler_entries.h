@@ -6,8 +6,8 @@
 
 namespace tellin {
 
-// Lists and weighs the entries >= lowest.
-void list_entries(const LogitsRow& row, float lowest, EntryList& list);
+// Lists and weighs the entries >= lowest. *rest, unless `rest` is null: see SamplingKernels::list_entries.
+void list_entries(const LogitsRow& row, float lowest, EntryList& list, double* rest = nullptr);
 
 // Lists and weighs entries >= lowest, the k best of them at least.
 void list_top_k(const LogitsRow& row, int64_t k, float lowest, std::vector<float>& buffer, EntryList& list);

@@ -42,24 +42,32 @@ uint64_t total_mass(const LogitsRow& row, uint64_t* masses) {
   return row.kernels->block_mass(row.x, row.n, row.maxima, row.max, row.inv_t, kNegInf, masses);
 }
 
-// Bounds on the total mass of a row: what its entries down to `listed` weigh, which the caller knows, an
-// estimate of the others in blocks whose maximum is close to the row's, and their maxima for all entries of
-// the blocks that are left.
+// Bounds on the total mass of a row: what its listed entries weigh, if there are, an estimate of the others
+// in blocks whose maximum is close to the row's, and their maxima for all entries of the blocks that are
+// left.
 class MassBounds {
  public:
   explicit MassBounds(const LogitsRow& row) : row_(row) {}
-  MassBounds(const LogitsRow& row, const EntryList& listed)
-      : row_(row), below_(listed.cut.lowest), listed_(listed.mass) {}
+
+  // Lists the entries down to `nats` below the row's maximum. To be called first, if at all.
+  void list(float nats, EntryList& list) {
+    list_entries(row_, row_.max - nats / row_.inv_t, list, &sum_);
+    listed_ = list.mass;
+    left_ = list.cut.lowest;
+  }
 
   // Estimates the blocks whose maximum lies down to `nats` below the row's.
   void estimate(float nats) {
     const SamplingKernels& kernels = *row_.kernels;
     const float lowest = row_.max - nats / row_.inv_t;
-    sum_ +=
-        kernels.estimate_blocks(row_.x, row_.n, row_.maxima, lowest, highest_, below_, row_.max, row_.inv_t);
-    highest_ = std::nextafter(lowest, kNegInf);
+    if (lowest < left_) {
+      sum_ += kernels.estimate_blocks(row_.x, row_.n, row_.maxima, lowest, std::nextafter(left_, kNegInf),
+                                      row_.max, row_.inv_t);
+      left_ = lowest;
+    }
     rest_ = static_cast<double>(kSampleBlock) *
-            kernels.estimate_entries(row_.maxima, num_sample_blocks(row_.n), highest_, row_.max, row_.inv_t);
+            kernels.estimate_entries(row_.maxima, num_sample_blocks(row_.n), std::nextafter(left_, kNegInf),
+                                     row_.max, row_.inv_t);
   }
 
   uint64_t least() const {
@@ -73,9 +81,8 @@ class MassBounds {
 
  private:
   const LogitsRow& row_;
-  float below_ = std::numeric_limits<float>::infinity();
   uint64_t listed_ = 0;
-  float highest_ = std::numeric_limits<float>::infinity();  // of the blocks that are left
+  float left_ = std::numeric_limits<float>::infinity();  // above the maxima of the blocks that are left
   double sum_ = 0.0;
   double rest_ = 0.0;
 };
@@ -134,8 +141,8 @@ float likely_depth(const LogitsRow& row, double top_p) {
 void list_nucleus(const LogitsRow& row, double top_p, SamplerScratch& scratch) {
   EntryList& list = scratch.listed;
   float nats = likely_depth(row, top_p);
-  list_entries(row, row.max - nats / row.inv_t, list);
-  MassBounds bounds(row, list);
+  MassBounds bounds(row);
+  bounds.list(nats, list);
   size_t level = 0;
   uint64_t least = 0, most = 0;
   const auto tighten = [&] {
@@ -178,8 +185,8 @@ MassRange mass_range(const SamplingKernels& kernels, const float* x, int64_t n, 
   const LogitsRow row = {
       &kernels, const_cast<float*>(x), n, maxima.data(), max_of_maxima(kernels, maxima.data(), n), inv_t};
   EntryList list;
-  list_entries(row, row.max - listed_nats / inv_t, list);
-  MassBounds bounds(row, list);
+  MassBounds bounds(row);
+  bounds.list(listed_nats, list);
   bounds.estimate(nats / 2);
   bounds.estimate(nats);
   return {bounds.least(), total_mass(row, nullptr), bounds.most()};

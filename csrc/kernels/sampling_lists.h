@@ -123,18 +123,39 @@ TELLIN_INLINE void end_list(const EntryArrays& list, int64_t count) {
   for (int64_t i = 0; i < kSampleBlock; i += kLanes) store(list.values + count + i, nan);
 }
 
-int64_t list_entries(const float* x, int64_t n, const float* maxima, float lowest, const EntryArrays& out) {
+template <bool kHasRest>
+TELLIN_INLINE int64_t list_blocks(const float* x, int64_t n, const float* maxima, float lowest, float max,
+                                  float inv_t, const EntryArrays& out, double* rest) {
+  const float scale = inv_t * kLog2E;
   int64_t count = 0;
   float padded[kSampleBlock];
+  BlockSum<true> sum;
   for_blocks(x, maxima, num_blocks_of(n), lowest, kPosInf, [&](int64_t b) {
     const int64_t begin = b * kSampleBlock, left = n - begin;
     const float* entries = block_entries(x, n, b, padded);
     uint64_t bits = hits_of_block(entries, lowest, kPosInf);
     if (left < kSampleBlock) bits &= (uint64_t{1} << left) - 1;
     count = add_from_row(entries, static_cast<int32_t>(begin), bits, out, count);
+    if (kHasRest) {
+      FloatVec t[kBlockVecs];
+#pragma GCC unroll 16
+      for (int64_t j = 0; j < kBlockVecs; ++j) {
+        FloatVec v;
+        load(entries + j * kLanes, v);
+        t[j] = v < lowest ? (v - max) * scale : FloatVec{} - 64.0f;
+      }
+      sum.add(t);
+    }
   });
   end_list(out, count);
+  if (kHasRest) *rest = sum.total();
   return count;
+}
+
+int64_t list_entries(const float* x, int64_t n, const float* maxima, float lowest, float max, float inv_t,
+                     const EntryArrays& out, double* rest) {
+  if (rest != nullptr) return list_blocks<true>(x, n, maxima, lowest, max, inv_t, out, rest);
+  return list_blocks<false>(x, n, maxima, lowest, max, inv_t, out, nullptr);
 }
 
 EntriesAbove entries_above(const EntryArrays& list, int64_t n, float value) {

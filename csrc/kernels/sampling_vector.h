@@ -199,9 +199,9 @@ uint64_t block_mass(const float* x, int64_t n, const float* maxima, float max, f
   return sum_of_lanes(total) - count * kBlockBase;
 }
 
-template <bool kFast, bool kHasBelow>
+template <bool kFast>
 TELLIN_INLINE double sum_of_blocks(const float* x, int64_t n, const float* maxima, float lowest,
-                                   float highest, float below, float max, float inv_t) {
+                                   float highest, float max, float inv_t) {
   const float scale = inv_t * kLog2E;
   BlockSum<kFast> sum;
   float padded[kSampleBlock];
@@ -210,10 +210,8 @@ TELLIN_INLINE double sum_of_blocks(const float* x, int64_t n, const float* maxim
     FloatVec t[kBlockVecs];
 #pragma GCC unroll 16
     for (int64_t j = 0; j < kBlockVecs; ++j) {
-      FloatVec v;
-      load(block + j * kLanes, v);
-      t[j] = (v - max) * scale;
-      if (kHasBelow) t[j] = v < below ? t[j] : FloatVec{} - 64.0f;
+      load(block + j * kLanes, t[j]);
+      t[j] = (t[j] - max) * scale;
     }
     sum.add(t);
   });
@@ -221,15 +219,12 @@ TELLIN_INLINE double sum_of_blocks(const float* x, int64_t n, const float* maxim
 }
 
 double sum_exp(const float* x, int64_t n, const float* maxima, float max, float inv_t) {
-  return sum_of_blocks<false, false>(x, n, maxima, max - kWeightCutoff / inv_t, max, kPosInf, max, inv_t);
+  return sum_of_blocks<false>(x, n, maxima, max - kWeightCutoff / inv_t, max, max, inv_t);
 }
 
-double estimate_blocks(const float* x, int64_t n, const float* maxima, float lowest, float highest,
-                       float below, float max, float inv_t) {
-  if (below == kPosInf) {
-    return sum_of_blocks<true, false>(x, n, maxima, lowest, highest, below, max, inv_t);
-  }
-  return sum_of_blocks<true, true>(x, n, maxima, lowest, highest, below, max, inv_t);
+double estimate_blocks(const float* x, int64_t n, const float* maxima, float lowest, float highest, float max,
+                       float inv_t) {
+  return sum_of_blocks<true>(x, n, maxima, lowest, highest, max, inv_t);
 }
 
 double estimate_entries(const float* x, int64_t n, float highest, float max, float inv_t) {

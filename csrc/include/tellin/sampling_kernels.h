@@ -52,18 +52,19 @@ struct SamplingKernels {
   // Sum of exp((x - max) * inv_t), within 1e-6 of it; float32, so the same bits in every variant. For
   // log-probabilities: half the work of block_mass.
   double (*sum_exp)(const float* x, int64_t n, const float* maxima, float max, float inv_t);
-  // About the sum of exp((x - max) * inv_t) over the entries < below of the blocks whose maximum lies in
-  // [lowest, highest]; over all entries <= highest. Times 2^kWeightBits it differs from the sum of the
-  // weights by at most kEstimateError of it and one per entry. Much cheaper than block_mass, but not the same
-  // bits in every variant: for bounds only.
+  // About the sum of exp((x - max) * inv_t) over all entries of the blocks whose maximum lies in [lowest,
+  // highest]; over all entries <= highest. Times 2^kWeightBits it differs from the sum of the weights by at
+  // most kEstimateError of it and one per entry. Much cheaper than block_mass, but not the same bits in every
+  // variant: for bounds only.
   double (*estimate_blocks)(const float* x, int64_t n, const float* maxima, float lowest, float highest,
-                            float below, float max, float inv_t);
+                            float max, float inv_t);
   double (*estimate_entries)(const float* x, int64_t n, float highest, float max, float inv_t);
   // weights[i] for n entries; returns their sum.
   uint64_t (*weights)(const float* x, int64_t n, float max, float inv_t, uint64_t* weights);
-  // Lists the entries >= lowest, without weights; returns their number.
-  int64_t (*list_entries)(const float* x, int64_t n, const float* maxima, float lowest,
-                          const EntryArrays& out);
+  // Lists the entries >= lowest, without weights; returns their number. *rest, unless `rest` is null, is such
+  // an estimate for the entries < lowest of the blocks whose maximum is >= lowest.
+  int64_t (*list_entries)(const float* x, int64_t n, const float* maxima, float lowest, float max,
+                          float inv_t, const EntryArrays& out, double* rest);
   // Of the first n entries of a list.
   EntriesAbove (*entries_above)(const EntryArrays& list, int64_t n, float value);
   // Copies the entries on one side of a value, in order; returns their number. `to` may be `from`.
