@@ -333,7 +333,9 @@ def test_7_1_2_configuration(models: Models) -> None:
 
 def test_7_1_3_lora_is_off(models: Models) -> None:
     with LLM(**models.args()) as llm:
-        with pytest.raises(UnsupportedFeatureError, match="LoRA is disabled"):
+        with pytest.raises(
+            UnsupportedFeatureError, match="LoRA is disabled; start the engine with"
+        ):
             llm.generate(PROMPTS[0], PARAMS, lora_request=models.lora("a"))
         with pytest.raises(UnsupportedFeatureError, match="enable_lora"):
             llm.llm_engine.add_lora(LoRARequest("a", 1, models.path("a")))
