@@ -127,12 +127,12 @@ class EngineDeadError(EngineError):
     """The engine core died. Every open request is lost; make a new engine."""
 
     def __init__(self, reason: str = "") -> None:
-        self.reason = reason
-        super().__init__(
-            "the engine core died and cannot serve any more requests"
-            + (f": {reason}" if reason else "")
-            + "; see the log above for the cause and create a new engine"
-        )
+        """``reason``: what happened, or the whole message of another such error."""
+        what = "the engine core died and cannot serve any more requests"
+        if not reason.startswith(what):
+            because = f": {reason}" if reason else ""
+            reason = f"{what}{because}; see the log above for the cause and create a new engine"
+        super().__init__(reason)
 
 
 class EngineClosedError(EngineError):

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
+from tellin.exceptions import InvalidTypeError
+
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -75,7 +77,8 @@ class Encoder:
         """Frames of ``obj``; the first is the main frame.
 
         Raises:
-            TypeError: an object inside cannot be serialized; the message says how to allow it.
+            InvalidTypeError: an object inside cannot be serialized; the message says how to allow
+                it.
         """
         frames: list[Frame] = [b""]
         self._frames = frames
@@ -90,13 +93,18 @@ class Encoder:
             return self._encode_array(obj)
         if isinstance(obj, np.generic):
             return obj.item()
-        if self._allow_insecure:
+        what = f"object of type {type(obj).__module__}.{type(obj).__qualname__}"
+        if not self._allow_insecure:
+            raise InvalidTypeError(
+                f"{what} cannot be sent to another process; set "
+                "TELLIN_ALLOW_INSECURE_SERIALIZATION=1 to allow pickling, or run in process"
+            )
+        try:
             return msgspec.msgpack.Ext(EXT_PICKLE, pickle.dumps(obj))
-        raise TypeError(
-            f"object of type {type(obj).__module__}.{type(obj).__qualname__} cannot be sent to "
-            "another process; set TELLIN_ALLOW_INSECURE_SERIALIZATION=1 to allow pickling, or run "
-            "in process"
-        )
+        except Exception as error:  # pickling can run anything
+            raise InvalidTypeError(
+                f"{what} cannot be sent to another process: {error}; run in process"
+            ) from error
 
     def _encode_array(self, array: npt.NDArray[Any]) -> msgspec.msgpack.Ext:
         import numpy as np

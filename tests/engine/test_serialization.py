@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from tellin.exceptions import InvalidTypeError
 from tellin.protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -106,8 +107,10 @@ def double(x: int) -> int:
 
 
 def test_wire_10_objects_travel_only_if_insecure_serialization_is_on() -> None:
-    with pytest.raises(TypeError, match="TELLIN_ALLOW_INSECURE_SERIALIZATION"):
+    with pytest.raises(InvalidTypeError, match="TELLIN_ALLOW_INSECURE_SERIALIZATION"):
         Encoder().encode(double)
+    with pytest.raises(InvalidTypeError, match=r"cannot be sent to another process: .*pickle"):
+        Encoder(allow_insecure=True).encode(lambda: 1)
     frames = Encoder(allow_insecure=True).encode(double)
     assert Decoder(allow_insecure=True).decode(frames)(21) == 42
     with pytest.raises(TypeError, match="insecure serialization is off"):

@@ -21,8 +21,16 @@ from tellin.engine.async_llm import AsyncLLM
 from tellin.engine.core_client import EngineCoreClient, InprocClient
 from tellin.engine.llm_engine import LLMEngine
 from tellin.engine.mp_client import AsyncMPClient, SyncMPClient
+from tellin.engine.remote_errors import error_from_name
 from tellin.engine.thread_client import AsyncThreadClient
-from tellin.exceptions import EngineClosedError, EngineStartError, InvalidParameterError
+from tellin.entrypoints.llm import LLM
+from tellin.exceptions import (
+    EngineClosedError,
+    EngineDeadError,
+    EngineStartError,
+    InvalidParameterError,
+    InvalidTypeError,
+)
 from tellin.outputs import RequestOutput
 from tellin.sampling_params import SamplingParams
 from tests.processes.conftest import PATIENCE_S, MakeArgs
@@ -106,6 +114,25 @@ def test_s13_multi_process_results_equal_in_process_ones(
         with pytest.raises(TypeError, match="TELLIN_ALLOW_INSECURE_SERIALIZATION"):
             engine.apply_model(lambda model: 1)
         assert results(run_sync(engine, PROMPTS)) == inproc_results
+
+
+def test_a_request_that_cannot_be_sent_fails_alone(make_args: MakeArgs) -> None:
+    """P14: with per-prompt errors, the others are completed."""
+    engine = LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True)
+    with LLM.from_engine(engine) as llm:
+        params = SamplingParams(max_tokens=2, temperature=0)
+        unsendable = SamplingParams(max_tokens=2, extra_args={"a": object()})
+        outputs = llm.generate(["a", "b", "c"], [params, unsendable, params], on_error="return")
+        assert [output.error is None for output in outputs] == [True, False, True]
+        assert isinstance(outputs[1].error, InvalidTypeError)
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [2, 0, 2]
+        assert engine.get_num_unfinished_requests() == 0
+
+
+def test_the_message_of_a_dead_core_is_told_once_however_it_travels() -> None:
+    error = EngineDeadError("it was shut down")
+    assert str(error_from_name("EngineDeadError", str(error))) == str(error)
+    assert str(error).count("the engine core died") == 1
 
 
 def huge_number(model: object) -> int:

@@ -509,10 +509,7 @@ class AsyncLLM:
     @property
     def dead_error(self) -> EngineDeadError:
         """Why requests cannot complete, for whoever asks after `errored`."""
-        error = self._handler.error
-        if isinstance(error, EngineDeadError):
-            return EngineDeadError(error.reason)
-        return EngineDeadError(str(error or ""))
+        return EngineDeadError(str(self._handler.error or ""))
 
     async def check_health(self, max_idle_s: float = 60.0) -> None:
         """Whether the engine makes progress.

@@ -264,8 +264,8 @@ class InputProcessor:
         check_lora_request(lora_request)
         if self.config.lora_config is None:
             raise UnsupportedFeatureError(
-                f"LoRA adapter {lora_request.lora_name!r} was requested, but LoRA is disabled; start "
-                "the engine with enable_lora=True"
+                f"LoRA adapter {lora_request.lora_name!r} was requested, but LoRA is disabled; "
+                "start the engine with enable_lora=True"
             )
         if self.renderer.tokenizer is not None:
             self._warn_once(
