@@ -81,6 +81,15 @@ def test_repetition(ids: list[int], num_kept: int) -> None:
     assert (len(kept), reason, why) == (num_kept, FinishReason.REPETITION, "repetition_detected")
 
 
+@pytest.mark.parametrize(("min_tokens", "num_kept"), [(0, 3), (3, 3), (5, 5)])
+def test_repetition_waits_for_min_tokens(min_tokens: int, num_kept: int) -> None:
+    """1.11.1, TYP-11: before that nothing but the length caps ends a request."""
+    detection = {"max_pattern_size": 1, "min_count": 3}
+    params = {"repetition_detection": detection, "min_tokens": min_tokens}
+    kept, reason, _ = feed([7] * 8, **params)
+    assert (len(kept), reason) == (num_kept, FinishReason.REPETITION)
+
+
 def test_repetition_does_not_look_into_the_prompt() -> None:
     detection = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
     assert feed([1], prompt=3, repetition_detection=detection)[1] is None
