@@ -156,7 +156,7 @@ def test_results_that_cannot_travel_fail_their_call_only(
             engine.apply_model(huge_number)
         with pytest.raises(RuntimeError, match=r"UnicodeEncodeError: .*surrogates not allowed"):
             engine.apply_model(half_a_character)
-        with pytest.raises(AttributeError, match="pickle local object"):
+        with pytest.raises(InvalidTypeError, match="pickle local object"):
             engine.apply_model(local_function)
         assert engine.is_sleeping() is False
 
