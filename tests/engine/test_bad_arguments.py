@@ -175,6 +175,12 @@ def test_rendered_prompts_written_by_hand(fields: dict[str, Any], says: str, llm
         llm.generate({"type": "token", **fields})
 
 
+@pytest.mark.parametrize("prompts", ["ab", {"prompt": "ab"}])
+def test_one_prompt_is_not_a_list_of_its_parts(prompts: Any, llm: LLM) -> None:
+    with pytest.raises(InvalidTypeError, match=r"prompts must be a list of prompts.*\[prompt\]"):
+        llm.llm_engine.renderer.render_cmpl(prompts)
+
+
 def test_a_list_of_arrays_is_a_list_of_bad_prompts() -> None:
     assert len(prompts_to_list([np.array([3, 4]), "x"])) == 2
 

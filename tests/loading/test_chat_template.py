@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tellin.exceptions import InvalidParameterError, RequestError
+from tellin.exceptions import InvalidParameterError, RequestError, UnsupportedFeatureError
 from tellin.loading import chat_template
 from tellin.loading.chat_template import ChatTemplate, choose_template
 from tellin.loading.templates import templates_from_folder
@@ -262,6 +262,17 @@ def test_special_tokens_and_named_templates_of_gguf(tmp_path: Path) -> None:
     assert prompt == "<|bos|>hi<|eos|>"
     assert backend.encode(prompt) == backend.encode(prompt, add_special_tokens=False)
     assert backend.apply_chat_template([USER], tools=[]) == "tools"
+
+
+def test_tools_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    """The model would never see them, and nobody would know."""
+    backend = tokenizer(tmp_path, byte_level() | {"tokenizer.chat_template": CHATML})
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    with pytest.raises(UnsupportedFeatureError, match="the chat template shows the model no tools"):
+        backend.apply_chat_template([USER], tools=tools)
+    assert backend.apply_chat_template([USER], tools=[]).startswith("<|user|>hi")
+    shows = "{% for tool in tools %}{{ tool.function.name }}{% endfor %}"
+    assert backend.apply_chat_template([USER], tools=tools, chat_template=shows) == "f"
 
 
 def test_templates_of_folders(tmp_path: Path) -> None:

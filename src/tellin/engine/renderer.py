@@ -178,6 +178,12 @@ class Renderer:
         Raises:
             RequestError: a prompt has an unknown form or an absurd length.
         """
+        if isinstance(prompts, str | bytes | Mapping):  # else its characters would be the prompts
+            raise InvalidTypeError(
+                f"prompts must be a list of prompts, got {type(prompts).__name__}; give [prompt]",
+                parameter="prompts",
+                value=prompts,
+            )
         params = tok_params or COMPLETION_TOKENIZE_PARAMS
         return [self._render(prompt, params, prompt_extras) for prompt in prompts]
 

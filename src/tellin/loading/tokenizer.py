@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from tellin.exceptions import InvalidParameterError, ModelLoadError
+from tellin.exceptions import InvalidParameterError, ModelLoadError, UnsupportedFeatureError
 from tellin.loading.gguf_tokenizer import SPACE, build_backend
 from tellin.loading.gguf_vocab import GGUFVocabulary
 from tellin.loading.json_file import read_optional_json_object
@@ -254,6 +254,7 @@ class Tokenizer:
         Raises:
             InvalidParameterError: no template, a wrong combination of arguments, a broken one, or
                 ``tokenize=True``.
+            UnsupportedFeatureError: there are tools, which the template would leave out.
             RequestError: the template refuses the conversation; the message carries its words.
         """
         if tokenize:
@@ -266,6 +267,11 @@ class Tokenizer:
         from tellin.loading.chat_template import choose_template, compile_template
 
         text = choose_template(self.source, self.chat_templates, chat_template, tools is not None)
+        if tools and "tools" not in text:
+            raise UnsupportedFeatureError(
+                "the chat template shows the model no tools: give a chat_template that does, or "
+                "describe the tools in a system message"
+            )
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
         return compile_template(text).render(
             messages,
