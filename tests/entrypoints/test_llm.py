@@ -225,6 +225,15 @@ def test_enqueue_and_wait(llm: LLM) -> None:
         llm.wait_for_completion(PoolingRequestOutput)
 
 
+def test_llm14_a_failed_enqueue_leaves_what_was_there_before(llm: LLM) -> None:
+    llm.enqueue("abc")
+    with pytest.raises(InvalidParameterError, match="empty"):
+        llm.enqueue(["a", "", "b"])
+    assert llm.llm_engine.get_num_unfinished_requests() == 1
+    assert [output.text for output in llm.wait_for_completion()] == ["abc"]  # type: ignore[union-attr]
+    assert is_idle(llm)
+
+
 def test_enqueue_chat_waits_like_enqueue(llm: LLM) -> None:
     """What was enqueued comes in the order of submission, chats and prompts alike."""
     llm.enqueue("abc")
