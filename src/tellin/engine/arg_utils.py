@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tellin.checks import check_bool, check_float, check_int
+from tellin.checks import check_bool, check_float, check_int, check_int_list
 from tellin.config import (
     CacheConfig,
     EngineArgs,
@@ -226,8 +226,9 @@ def _pooler_config(args: EngineArgs, metadata: ModelMetadata) -> PoolerConfig:
     check_choice("pooler_config.pooling_type", config.pooling_type, POOLING_TYPES)
     check_bool("pooler_config.use_activation", config.use_activation)
     check_bool("pooler_config.is_matryoshka", config.is_matryoshka)
-    for size in config.matryoshka_dimensions:
-        check_int("pooler_config.matryoshka_dimensions", size, 1)
+    name = "pooler_config.matryoshka_dimensions"
+    for size in check_int_list(name, config.matryoshka_dimensions):
+        check_int(name, size, 1)
     if config.max_seq_length is not None:
         check_int("pooler_config.max_seq_length", config.max_seq_length, 1)
     return config
