@@ -21,6 +21,7 @@ constexpr int64_t kFewEntries = 64;  // selected from in less time than bounds a
 // Smallest mass that is at least the fraction top_p of the total.
 uint64_t nucleus_mass(double top_p, uint64_t total) {
   const double wanted = std::ceil(top_p * static_cast<double>(total));
+  if (!(wanted > 0.0)) return 0;
   return wanted >= static_cast<double>(total) ? total : static_cast<uint64_t>(wanted);
 }
 
