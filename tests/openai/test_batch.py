@@ -133,6 +133,16 @@ def test_faults_of_the_input_are_told_first(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("target", ["/dev/zero", "."])
+def test_an_output_that_cannot_be_read_again_is_refused(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/dev/zero would be read for ever."""
+    source = write(tmp_path / "in.jsonl", [chat(1)])
+    assert cli.main(["run-batch", "-i", str(source), "-o", target]) == cli.EXIT_USAGE
+    assert f"{target} is no regular file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["not mine\n", "[" * 100_000 + "\n"])
 def test_an_output_that_is_something_else_is_left_alone(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -199,6 +199,38 @@ def test_s11_in_process_mode_has_no_child_no_socket_no_transport(tiny_model: Pat
     assert done.stderr == ""
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks on Windows")
+def test_a_fork_does_not_wait_for_an_engine_that_is_not_its_own(tiny_model: Path) -> None:
+    """It has no thread that would bring a result; the original goes on undisturbed."""
+    script = f"""
+    import os, signal, sys
+    from tellin import SamplingParams
+    from tellin.config import EngineArgs
+    from tellin.engine.llm_engine import LLMEngine
+    from tellin.exceptions import EngineClosedError
+    args = EngineArgs(model={str(tiny_model)!r}, max_model_len=512, num_kv_blocks=64)
+    with LLMEngine.from_engine_args(args, enable_multiprocessing=True) as engine:
+        engine.add_request("a", "hello", SamplingParams(max_tokens=3))
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            for call in (engine.step, engine.reset_prefix_cache):
+                try:
+                    call()
+                except EngineClosedError as error:
+                    assert f"belongs to process {{os.getppid()}}" in str(error)
+                else:
+                    os._exit(1)
+            sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        print(len(outputs[0].outputs[0].token_ids))
+    """
+    done = run_script(script)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
 def test_thousands_of_requests_wait_in_the_sockets_of_a_busy_core(make_args: MakeArgs) -> None:
     """CLI-11, CLI-13: a transport with a limit would drop what exceeds it, and say nothing."""
     num_requests = 2500  # more than two sockets hold by default

@@ -5,7 +5,8 @@
 awaited.
 
 Whatever happens to the core, nobody waits for ever: when it dies, every blocked ``get_output``,
-every pending utility call and every later call raises `EngineDeadError`.
+every pending utility call and every later call raises `EngineDeadError`. In a fork of this process
+every call raises `EngineClosedError`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from tellin.core.core_proc import (
 )
 from tellin.engine.control_checks import check_call
 from tellin.engine.core_process import CoreProcess
+from tellin.engine.fork_guard import close_in_forks
 from tellin.engine.output_bridge import OutputBridge
 from tellin.engine.remote_errors import error_from_name
 from tellin.exceptions import EngineClosedError, EngineDeadError, EngineStartError
@@ -119,6 +121,7 @@ class _Resources:
         self.process_ended = False
         self.timeout_s = timeout_s
         self.owner_pid = os.getpid()
+        close_in_forks(self)
 
     def fail(self, error: Exception) -> None:
         """The core is gone: remember it and wake everybody who waits. First call wins."""

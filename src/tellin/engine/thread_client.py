@@ -18,6 +18,7 @@ from tellin.config import EngineConfig
 from tellin.core.core_loop import EngineCoreLoop
 from tellin.core.engine_core import EngineCore
 from tellin.engine.control_checks import check_call
+from tellin.engine.fork_guard import close_in_forks
 from tellin.engine.output_bridge import OutputBridge
 from tellin.engine.remote_errors import error_from_name
 from tellin.exceptions import EngineClosedError, EngineDeadError
@@ -34,6 +35,7 @@ class _CoreThread:
         self.bridge = OutputBridge()
         self.pending: dict[int, Future[Any]] = {}
         self.dead: Exception | None = None
+        close_in_forks(self)
         self.core = core
         self.loop = EngineCoreLoop(core, self._receive)
         self.thread = threading.Thread(target=self._run, name="tellin-core", daemon=True)

@@ -73,6 +73,12 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidParameterError(f"there is no file {args.input}", parameter="--input")
     if args.output.exists() and args.output.samefile(args.input):
         raise InvalidParameterError("input and output are the same file", parameter="--output")
+    if args.output.exists() and not args.output.is_file():
+        raise InvalidParameterError(
+            f"{args.output} is no regular file, which the output has to be: what is in it is read "
+            "to go on after an interruption",
+            parameter="--output",
+        )
     files = BatchFiles(args.input, args.output)
     try:
         files.open().close()  # faults of the files are told before the model is loaded
