@@ -206,6 +206,24 @@ def test_values_that_double_are_bounded(operation: str) -> None:
         render(text.replace("OP", operation))
 
 
+@pytest.mark.parametrize(
+    ("start", "operation", "end", "size"),
+    [
+        ("2**60", "ns.s * ns.s", "1", 122_882),  # a product of millions of digits takes minutes
+        ("[1]", "[ns.s, ns.s]", "ns.s | tojson", 1_048_577),
+        ("{}", "{'a': ns.s, 'b': [ns.s]}", "ns.s | tojson", 1_048_577),
+    ],
+)
+def test_work_that_doubles_is_bounded(start: str, operation: str, end: str, size: int) -> None:
+    text = "{% set ns = namespace(s=START) %}{% for i in range(40) %}{% set ns.s = OP %}"
+    text = text.replace("START", start).replace("OP", operation)
+    text += "{% endfor %}{{ " + end + " }}"
+    started = time.thread_time()
+    with pytest.raises(RequestError, match=f"value of size {size} is too large"):
+        render(text)
+    assert time.thread_time() - started < 3
+
+
 def test_concatenation_takes_everything() -> None:
     text = "{{ 'a' ~ 1 ~ none ~ missing ~ [2] }}{% for m in messages %}{{ loop.index ~ ';' }}"
     assert render(text + "{% else %}none{% endfor %}") == "a1None[2]1;"

@@ -34,6 +34,9 @@ _MAX_OUTPUT_CHARS = 64 << 20
 """More than any context holds; a template that loops over itself stops here."""
 _MAX_SECONDS = 5.0
 """Processor time of one rendering: real templates take milliseconds for long conversations."""
+_MAX_INTEGER_BITS = 1 << 16
+_MAX_JSON_VALUES = 1 << 20
+"""In what is turned into JSON: lists that hold one list twice are small, and their JSON huge."""
 _HUGE_WIDTH = re.compile(r"%[-+ #0.]*(\d{7}|\*)|:[^{}]*\d{7}")
 """In a text to be formatted: a width of seven digits, or one that is given elsewhere."""
 _MARK = "\ue000end-of-final-message\ue001"
@@ -274,6 +277,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
     ) -> Any:
         if operator == "*":
+            if isinstance(left, int) and isinstance(right, int):
+                _check_size(left.bit_length() + right.bit_length(), _MAX_INTEGER_BITS)
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, str | bytes | list | tuple) and isinstance(other, int):
                     _check_size(len(one) * other)
@@ -281,7 +286,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if isinstance(left, str | bytes | list | tuple) and hasattr(right, "__len__"):
                 _check_size(len(left) + len(right))
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
-            _check_size(left.bit_length() * right)
+            _check_size(left.bit_length() * right, _MAX_INTEGER_BITS)
         elif operator == "%":
             _check_format(left)
         return super().call_binop(context, operator, left, right)
@@ -297,8 +302,8 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(context, function, *args, **kwargs)
 
 
-def _check_size(size: int) -> None:
-    if size > _MAX_OUTPUT_CHARS:
+def _check_size(size: int, limit: int = _MAX_OUTPUT_CHARS) -> None:
+    if size > limit:
         raise _TemplateRefusalError(f"a value of size {size} is too large")
 
 
@@ -360,6 +365,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as models were trained on it: Jinja's own filter would escape for HTML."""
+    _check_size(_count_values([value]), _MAX_JSON_VALUES)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -367,6 +373,19 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+def _count_values(queue: list[Any]) -> int:
+    """How many values JSON of ``queue`` has; stops soon after the limit."""
+    count = 0
+    while queue and count <= _MAX_JSON_VALUES:
+        value = queue.pop()
+        count += 1
+        if isinstance(value, Mapping):
+            queue.extend(value.values())
+        elif isinstance(value, list | tuple):
+            queue.extend(value)
+    return count
 
 
 def _raise_exception(message: str) -> None:
