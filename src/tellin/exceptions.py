@@ -59,6 +59,10 @@ class InvalidTypeError(InvalidParameterError, TypeError):
     """One parameter has a value of the wrong type."""
 
 
+class UnknownMethodError(InvalidParameterError, NotImplementedError):
+    """Workers have no method of this name."""
+
+
 class ContextLengthError(RequestError):
     """The prompt, or prompt plus requested output, is longer than can ever fit."""
 

@@ -16,6 +16,7 @@ from tellin.exceptions import (
     EngineClosedError,
     EngineError,
     InvalidParameterError,
+    UnknownMethodError,
     UnsupportedFeatureError,
 )
 from tellin.executor import Executor
@@ -146,7 +147,7 @@ def test_4_1_4_collective_rpc(executor: UniProcExecutor) -> None:
         lambda worker, x, y=0: (type(worker).__name__, x + y), None, (1,), {"y": 2}
     ) == [("Worker", 3)]
     for name in ("no_such_method", "_asleep", "config"):
-        with pytest.raises(InvalidParameterError, match=name):
+        with pytest.raises(UnknownMethodError, match=name):
             executor.collective_rpc(name)
 
     def slow_call(worker: Any) -> None:

@@ -138,7 +138,7 @@ class Executor(ABC):
             The results, by rank.
 
         Raises:
-            InvalidParameterError: workers have no such method.
+            UnknownMethodError: workers have no such method.
             TimeoutError: it took longer than ``timeout`` seconds.
         """
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from tellin.exceptions import EngineClosedError, InvalidParameterError
+from tellin.exceptions import EngineClosedError, UnknownMethodError
 from tellin.executor.executor import Executor, WorkerMethod
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class UniProcExecutor(Executor):
         if isinstance(method, str):
             function = None if method.startswith("_") else getattr(worker, method, None)
             if not callable(function):
-                raise InvalidParameterError(
+                raise UnknownMethodError(
                     f"workers have no method {method!r}", parameter="method", value=method
                 )
             result = function(*args, **(kwargs or {}))
