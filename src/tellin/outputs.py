@@ -153,7 +153,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     """stop, length, abort, error or repetition; None while it goes on."""
     stop_reason: int | str | None = None
-    """The stop string or stop token id that ended it; None for the model's end-of-sequence."""
+    """The stop string or stop token id that ended it; None for the tokenizer's end of sequence."""
     lora_request: LoRARequest | None = None
 
     def finished(self) -> bool:
