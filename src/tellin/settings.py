@@ -83,10 +83,9 @@ class Settings:
                 )
             return value
 
-        cache = env.get("XDG_CACHE_HOME") or str(Path(env.get("HOME", "~")).expanduser() / ".cache")
         interval = get("LOG_STATS_INTERVAL", float, 10.0)
         return cls(
-            home=Path(str(get("HOME", str, Path(cache) / "tellin"))).expanduser(),
+            home=_home(env),
             isa=get("ISA", str, None),  # type: ignore[arg-type]
             num_threads=get("NUM_THREADS", int, None),  # type: ignore[arg-type]
             enable_multiprocessing=bool(get("ENABLE_MULTIPROCESSING", bool, False)),
@@ -101,3 +100,18 @@ class Settings:
             profiling_scopes=bool(get("PROFILING_SCOPES", bool, False)),
             check_invariants=bool(get("CHECK_INVARIANTS", bool, False)),
         )
+
+
+def _home(env: Mapping[str, str]) -> Path:
+    """The folder of TELLIN_HOME, or ``tellin`` in the user's folder for caches."""
+    try:
+        if env.get("TELLIN_HOME"):
+            return Path(env["TELLIN_HOME"]).expanduser()
+        cache = env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "~").expanduser() / ".cache"
+        return Path(cache, "tellin").expanduser()
+    except RuntimeError as error:  # ~nobody/, or a user without a home, as containers have them
+        raise InvalidParameterError(
+            f"there is no folder for models: {error} Set TELLIN_HOME to one",
+            parameter="TELLIN_HOME",
+            value=env.get("TELLIN_HOME"),
+        ) from None

@@ -317,6 +317,23 @@ def test_missing_model() -> None:
         create_engine_config(EngineArgs())
 
 
+def test_a_home_of_nobody_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Users without an entry are usual in containers; with a TELLIN_HOME they need none."""
+    with pytest.raises(InvalidParameterError, match=r"no folder for models: .* Set TELLIN_HOME"):
+        Settings.from_environ({"TELLIN_HOME": "~nobody-here/models"})
+    monkeypatch.setattr("pathlib.Path.expanduser", _no_home)
+    with pytest.raises(InvalidParameterError, match=r"no folder for models: .* Set TELLIN_HOME"):
+        Settings.from_environ({})
+    monkeypatch.undo()
+    assert Settings.from_environ({"TELLIN_HOME": "/models"}).home == Path("/models")
+    assert Settings.from_environ({"HOME": "/h"}).home == Path("/h/.cache/tellin")
+    assert Settings.from_environ({"XDG_CACHE_HOME": "/c"}).home == Path("/c/tellin")
+
+
+def _no_home(path: Path) -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_settings_give_the_number_of_threads() -> None:
     settings = Settings.from_environ({"TELLIN_NUM_THREADS": "3"})
     args = EngineArgs(model="m")

@@ -237,6 +237,8 @@ def test_half_a_pair(tmp_path: Path) -> None:
 def test_p50_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFoundError, match="no such folder"):
         load(tmp_path / "missing")
+    with pytest.raises(AdapterNotFoundError, match="home"):
+        load(Path("~nobody-here/adapter"))
     with pytest.raises(AdapterNotFoundError, match=r"adapter_config\.json"):
         load(tmp_path)
     write_adapter(tmp_path, adapter_pairs(4, 1))

@@ -173,6 +173,8 @@ def test_unknown_names_list_the_known(settings: Settings) -> None:
             ModelNotFoundError, match=r"a\.\.\.' cannot be looked up: File name too"
         ):
             store.resolve_model(name, settings)
+    with pytest.raises(ModelNotFoundError, match=r"'~nobody-here/x' cannot be looked up: .*home"):
+        store.resolve_model("~nobody-here/x", settings)
     with pytest.raises(ModelNotFoundError, match="known names are smollm2"):
         store.pull("bogus", settings)
 

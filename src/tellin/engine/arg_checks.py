@@ -90,10 +90,9 @@ def check_chat_template(given: str | None) -> str | None:
 
 
 def _read_template(given: str) -> str:
-    path = Path(given).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as exc:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError, RuntimeError) as exc:  # the last: a home of nobody (~nobody/)
         raise InvalidParameterError(
             f"chat_template={given!r} is neither a Jinja template nor a readable file: {exc}",
             parameter="chat_template",

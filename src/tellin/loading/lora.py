@@ -77,7 +77,10 @@ def load_adapter(
         AdapterError: it is damaged, or asks for something that is not supported; all that is wrong
             with it is said.
     """
-    path = path.expanduser()
+    try:
+        path = path.expanduser()
+    except RuntimeError as error:  # a home of nobody (~nobody/)
+        raise AdapterNotFoundError(f"{path}: {error}") from None
     _check_files(path)
     try:
         config = read_json_object(path / CONFIG_NAME)

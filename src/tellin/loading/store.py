@@ -72,11 +72,11 @@ def resolve_model(
         raise ModelNotFoundError(f"the model's name is empty; {_known_names()}")
     try:
         return _resolve(name, text, settings, download, progress)
-    except OSError as error:  # too long for the system, in a folder that may not be read, ...
+    except (OSError, RuntimeError) as error:
+        # Too long for the system, in a folder that may not be read, in a home of nobody (~nobody/).
         shown = text if len(text) <= 100 else f"{text[:100]}..."
-        raise ModelNotFoundError(
-            f"model {shown!r} cannot be looked up: {error.strerror or error}"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise ModelNotFoundError(f"model {shown!r} cannot be looked up: {reason}") from error
 
 
 def _resolve(

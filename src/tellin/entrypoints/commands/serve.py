@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -270,14 +271,14 @@ def _lora_module(text: str) -> tuple[str, str]:
         raise InvalidParameterError(
             f"--lora needs NAME=PATH, got {text!r}", parameter="--lora", value=text
         )
-    return name, str(Path(path).expanduser().absolute())
+    return name, os.path.abspath(os.path.expanduser(path))
 
 
 def _lines(path: str, parameter: str) -> list[str]:
     """Non-empty lines of a file."""
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last: ~nobody/
         raise InvalidParameterError(
             f"{parameter}: cannot read {path}: {error}", parameter=parameter, value=path
         ) from None
