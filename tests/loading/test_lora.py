@@ -234,6 +234,14 @@ def test_half_a_pair(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize("alpha", [1e37, 1e308])
+def test_p50_scaling_beyond_all_numbers(tmp_path: Path, alpha: float) -> None:
+    """Weights that are infinite would make every answer NaN."""
+    write_adapter(tmp_path, adapter_pairs(4, 1, size=1e3), lora_alpha=alpha)
+    with pytest.raises(AdapterError, match="overflows when it is scaled by its alpha"):
+        load(tmp_path)
+
+
 def test_p50_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(AdapterNotFoundError, match="no such folder"):
         load(tmp_path / "missing")

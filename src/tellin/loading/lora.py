@@ -202,7 +202,11 @@ class _Reader:
             return {}
         if self.reasons:
             return {}
-        b = b * np.float32(self._scale(layer, rank))
+        with np.errstate(over="ignore", invalid="ignore"):
+            b = b * np.float32(self._scale(layer, rank))
+        if not np.isfinite(b).all():
+            self.reasons.append(f"{layer} overflows when it is scaled by its alpha")
+            return {}
         found = {}
         start = 0
         for part, rows in parts:
