@@ -31,9 +31,10 @@ TEXT = ROOT / "benchmarks" / "data" / "fidelity.txt"
 NUM_TOKENS = 2000
 CHUNK = 250
 SETTINGS = (
+    ("default", "int16"),
     ("default", "float16"),
     ("default", "int8"),
-    ("mixed", "float16"),
+    ("mixed", "int16"),
     ("high", "float16"),
     ("high", "float32"),
 )

@@ -55,7 +55,11 @@ void attend(benchmark::State& state, const AttentionKernels* kernels, KvDtype dt
   const std::vector<int32_t> end(static_cast<size_t>(rows), static_cast<int32_t>(kPartition));
   std::vector<float> scores(kScratchRows * kPartition);
   std::vector<float> states(static_cast<size_t>(rows * (head_dim + kStatePadding)));
-  const AttentionRows query{q.data(), rows, begin.data(), end.data(), 0.0f, tiles.tiles(is_expanded)};
+  std::vector<int16_t> codes(static_cast<size_t>(rows * kQueryStride));
+  std::vector<float> scales(static_cast<size_t>(rows));
+  kernels->encode_queries(q.data(), 1.0f, rows, head_dim, codes.data(), scales.data());
+  const AttentionRows query{
+      q.data(), rows, begin.data(), end.data(), 0.0f, tiles.tiles(is_expanded), codes.data(), scales.data()};
   for (auto _ : state) {
     kernels->attend(tiles.layout(is_expanded), tiles.tiles(is_expanded), query, scores.data(), states.data());
     benchmark::ClobberMemory();
@@ -93,13 +97,15 @@ void write_tiles(benchmark::State& state, const AttentionKernels* kernels, KvDty
 void add_attention(const std::string& isa) {
   const AttentionKernels* const k = attention_kernels(isa.c_str());
   const std::string prefix = "attention/" + isa + "/";
-  const std::pair<const char*, KvDtype> dtypes[] = {
-      {"f32", KvDtype::kFloat32}, {"f16", KvDtype::kFloat16}, {"int8", KvDtype::kInt8}};
+  const std::pair<const char*, KvDtype> dtypes[] = {{"f32", KvDtype::kFloat32},
+                                                    {"f16", KvDtype::kFloat16},
+                                                    {"int16", KvDtype::kInt16},
+                                                    {"int8", KvDtype::kInt8}};
   for (const auto& [name, dtype] : dtypes) {
     const std::string what = prefix + name;
     benchmark::RegisterBenchmark((what + "/attend").c_str(), attend, k, dtype, false)
         ->ArgNames({"head_dim", "rows"})
-        ->ArgsProduct({{64, 128}, {1, 3, 4, 8}});
+        ->ArgsProduct({{64, 128}, {1, 3, 4, 8, 96}});
     benchmark::RegisterBenchmark((what + "/attend_expanded").c_str(), attend, k, dtype, true)
         ->ArgNames({"head_dim", "rows"})
         ->ArgsProduct({{64, 128}, {96}});

@@ -60,8 +60,9 @@ Activation activation_named(const std::string& name) {
 KvDtype kv_dtype_named(const std::string& name) {
   if (name == "float32") return KvDtype::kFloat32;
   if (name == "float16") return KvDtype::kFloat16;
+  if (name == "int16") return KvDtype::kInt16;
   if (name == "int8") return KvDtype::kInt8;
-  throw std::invalid_argument("unknown kv_cache_dtype '" + name + "'; known: float32, float16, int8");
+  throw std::invalid_argument("unknown kv_cache_dtype '" + name + "'; known: float32, float16, int16, int8");
 }
 
 // A program with the arrays it reads and a lock: several Python threads may call it.

@@ -138,12 +138,13 @@ void AttentionScratch::reserve(const AttentionShape& shape) {
 
 void AttentionScratch::allocate() {
   const size_t q_bytes = round_up64(q_floats_ * sizeof(float));
+  const size_t code_bytes = rows_ * kQueryStride * sizeof(int16_t);
   const size_t score_bytes = kScratchRows * kPartition * sizeof(float);
   const size_t state_bytes = round_up64(state_floats_ * sizeof(float));
   const size_t row_bytes = round_up64(rows_ * sizeof(int32_t));
   // Each array starts 64 bytes past a different multiple of a page, or their stores would alias.
-  memory_ =
-      MappedMemory(q_bytes + score_bytes + 2 * state_bytes + panel_bytes_ + 2 * row_bytes + 8 * 64, false);
+  memory_ = MappedMemory(
+      q_bytes + code_bytes + score_bytes + 2 * state_bytes + panel_bytes_ + 3 * row_bytes + 10 * 64, false);
   uint8_t* at = memory_.data();
   const auto take = [&at](size_t bytes) {
     uint8_t* start = at;
@@ -155,6 +156,8 @@ void AttentionScratch::allocate() {
   states = reinterpret_cast<float*>(take(state_bytes));
   running = reinterpret_cast<float*>(take(state_bytes));
   panel = take(panel_bytes_);
+  q_codes = reinterpret_cast<int16_t*>(take(code_bytes));
+  q_scales = reinterpret_cast<float*>(take(row_bytes));
   begin = reinterpret_cast<int32_t*>(take(row_bytes));
   end = reinterpret_cast<int32_t*>(take(row_bytes));
 }
@@ -207,7 +210,8 @@ void AttentionStage::run(int64_t task_index, int member) noexcept {
 
 bool AttentionStage::reads_cache(const Item& item) const {
   const int64_t rows = item.num_tokens * shape_.group();
-  return shape_.causal && (rows <= kDirectRows || pool_->dtype() == KvDtype::kFloat32);
+  if (!shape_.causal) return false;
+  return rows <= kDirectRows || pool_->dtype() == KvDtype::kFloat32 || pool_->dtype() == KvDtype::kInt16;
 }
 
 // Rows are ordered by token, then by head of the group.
@@ -215,6 +219,12 @@ void AttentionStage::load_queries(const Item& item, int64_t kv_head, AttentionSc
   const int64_t columns = shape_.group() * shape_.head_dim;
   for (int64_t t = 0; t < item.num_tokens; ++t) {
     const float* q = buffers_.q->row(item.first_token + t) + kv_head * columns;
+    if (shape_.causal && pool_->dtype() == KvDtype::kInt16) {
+      kernels_.attention->encode_queries(q, scale_, shape_.group(), shape_.head_dim,
+                                         scratch.q_codes + t * shape_.group() * kQueryStride,
+                                         scratch.q_scales + t * shape_.group());
+      continue;
+    }
     kernels_.vector->scale(q, scale_, columns, scratch.q + t * columns);
   }
 }
@@ -298,7 +308,8 @@ void AttentionStage::attend(int64_t task_index, int64_t partition, AttentionScra
     std::copy_n(tiles, kPartitionTiles, next);
   }
   const int64_t rows = item.num_tokens * shape_.group();
-  const AttentionRows query_rows{scratch.q, rows, scratch.begin, scratch.end, softcap_, next};
+  const AttentionRows query_rows{scratch.q, rows, scratch.begin,   scratch.end,
+                                 softcap_,  next, scratch.q_codes, scratch.q_scales};
   kernels_.attention->attend(layout, tiles, query_rows, scratch.scores, states);
 }
 

@@ -74,13 +74,15 @@ class AttentionScratch {
   void reserve(const AttentionShape& shape);
   void allocate();
 
-  float* q = nullptr;        // [rows, head_dim]
-  float* scores = nullptr;   // [kScratchRows, kPartition]
-  float* states = nullptr;   // [rows, head_dim + kStatePadding]
-  float* running = nullptr;  // the same
-  uint8_t* panel = nullptr;  // kPartitionTiles expanded tiles
-  int32_t* begin = nullptr;  // [rows]
-  int32_t* end = nullptr;    // [rows]
+  float* q = nullptr;          // [rows, head_dim]
+  float* scores = nullptr;     // [kScratchRows, kPartition]
+  float* states = nullptr;     // [rows, head_dim + kStatePadding]
+  float* running = nullptr;    // the same
+  uint8_t* panel = nullptr;    // kPartitionTiles expanded tiles
+  int16_t* q_codes = nullptr;  // [rows, head_dim], and
+  float* q_scales = nullptr;   // [rows]: queries for a cache of 16-bit codes
+  int32_t* begin = nullptr;    // [rows]
+  int32_t* end = nullptr;      // [rows]
   // What the member has fetched into its cache: the first tiles of a task's partition.
   struct {
     const void* stage = nullptr;

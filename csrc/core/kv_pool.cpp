@@ -12,13 +12,14 @@ int64_t round_up(int64_t value, int64_t multiple) {
 }
 
 KvLayout make_layout(KvDtype dtype, int64_t head_dim, bool scales) {
-  const int64_t bytes = dtype == KvDtype::kFloat32 ? 4 : (dtype == KvDtype::kFloat16 ? 2 : 1);
+  const int64_t bytes = dtype == KvDtype::kFloat32 ? 4 : (dtype == KvDtype::kInt8 ? 1 : 2);
   const int64_t array_bytes =
       head_dim * kTilePositions * bytes;  // head_dim % 8 == 0: a multiple of 64 but for int8
   KvLayout layout{dtype, head_dim, array_bytes, 0, 2 * array_bytes};
   if (scales) {
     layout.scale_offset = layout.tile_bytes;
-    layout.tile_bytes += 2 * kTilePositions * static_cast<int64_t>(sizeof(float));
+    layout.tile_bytes +=
+        (dtype == KvDtype::kInt16 ? 1 : 2) * kTilePositions * static_cast<int64_t>(sizeof(float));
   } else if (head_dim % 16 != 0) {
     layout.tile_bytes += 64;  // the last row of V is read as whole vectors of up to 16 values
   }
@@ -29,7 +30,7 @@ KvLayout make_layout(KvDtype dtype, int64_t head_dim, bool scales) {
 }  // namespace
 
 KvLayout kv_layout(KvDtype dtype, int64_t head_dim) {
-  return make_layout(dtype, head_dim, dtype == KvDtype::kInt8);
+  return make_layout(dtype, head_dim, dtype == KvDtype::kInt8 || dtype == KvDtype::kInt16);
 }
 
 KvLayout expanded_layout(const KvLayout& layout) {

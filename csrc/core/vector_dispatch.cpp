@@ -14,6 +14,7 @@ TELLIN_DECLARE(avx2)
 TELLIN_DECLARE(avx512)
 TELLIN_DECLARE(neon)
 #undef TELLIN_DECLARE
+const AttentionKernels* attention_table_avxvnni();  // rows are AVX2's
 
 namespace {
 
@@ -27,7 +28,9 @@ constexpr Variant kVariants[] = {
     {"portable", vector_table_portable, attention_table_portable},
 #ifdef TELLIN_HAVE_AVX2
     {"avx2", vector_table_avx2, attention_table_avx2},
-    {"avxvnni", vector_table_avx2, attention_table_avx2},  // differs from AVX2 in the linear kernels only
+#endif
+#ifdef TELLIN_HAVE_AVXVNNI
+    {"avxvnni", vector_table_avx2, attention_table_avxvnni},
 #endif
 #ifdef TELLIN_HAVE_AVX512
     {"avx512", vector_table_avx512, attention_table_avx512},

@@ -94,7 +94,7 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = None
     """Exact size of the pool in bytes; wins over ``memory_utilization``."""
     kv_cache_dtype: str = "auto"
-    """auto (float16), float32, float16 or int8."""
+    """auto (float16), float32, float16, int16 or int8."""
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: str = "sha256"
     enable_kv_cache_events: bool = False

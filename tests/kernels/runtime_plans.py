@@ -87,10 +87,14 @@ class AttentionCase:
         )
 
     def expected(self, token_ids: Sequence[int], *, kv_dtype: str = "float32") -> np.ndarray:
-        """Attention of one request in float64, keys and values stored as ``kv_dtype``."""
+        """Attention of one request in float64, keys and values stored as ``kv_dtype``.
+
+        Queries are rounded as keys are where the products are integers (int16).
+        """
         ids = np.asarray(token_ids)
         n, d = len(ids), self.head_dim
-        q = self.table("q")[ids].astype(np.float64).reshape(n, self.num_kv_heads, self.group, d)
+        q = self.table("q")[ids].reshape(n, self.num_kv_heads, self.group, d)
+        q = stored(q, kv_dtype) if kv_dtype == "int16" else q.astype(np.float64)
         k, v = (
             stored(self.table(name)[ids].reshape(n, self.num_kv_heads, d), kv_dtype)
             for name in "kv"
@@ -113,6 +117,12 @@ def stored(values: np.ndarray, kv_dtype: str) -> np.ndarray:
     """What the cache keeps of float32 values, as float64. int8: one scale per token and head."""
     if kv_dtype == "float16":
         return values.astype(np.float16).astype(np.float64)
+    if kv_dtype == "int16":
+        scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(4095)
+        scale = ((scale.view(np.uint32) + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(
+            np.float32
+        )
+        return np.rint(values * (np.float32(1) / scale)).astype(np.float64) * scale
     if kv_dtype == "int8":
         scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(127)
         codes = np.rint(values * (np.float32(1) / scale))

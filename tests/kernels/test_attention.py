@@ -15,9 +15,8 @@ from tellin.kernels import _C
 from tellin.kernels.native import NativeBackend
 from tests.kernels.runtime_plans import AttentionCase, Cache, random_ids
 
-VARIANTS = [isa for isa in _C.linear_variants() if isa != "avxvnni"]
-"""Kernel variants whose attention differs: avxvnni has that of avx2."""
-KV_DTYPES = ("float32", "float16", "int8")
+VARIANTS = _C.linear_variants()
+KV_DTYPES = ("float32", "float16", "int16", "int8")
 LONG = 700
 """Tokens: over two partition borders (256, 512), no multiple of a block or tile."""
 
@@ -60,7 +59,10 @@ def test_prefill_and_decode_match_float64(isa: str, kv_dtype: str, name: str) ->
     expected = case.expected(ids, kv_dtype=kv_dtype)
     # A score of magnitude s has an absolute error of about s * 2^-23, and so has its exponential.
     scores = min(case.softcap or np.inf, 6.0 * case.scale * case.head_dim**0.5)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6 * (4 + scores))
+    # int16: each weight is rounded to 1 / 16383 of the largest. That is 3e-5 of a value, 16 times
+    # that over 256 positions with errors of either sign, and here 100,000 values.
+    rounded = 2e-3 if kv_dtype == "int16" else 0.0
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6 * (4 + scores) + rounded)
 
 
 @pytest.mark.parametrize("isa", VARIANTS)
@@ -176,9 +178,48 @@ def test_float16_cache_saturates() -> None:
     case = AttentionCase(group=1, head_dim=16)
     case.table("v")[3] = 1e6
     case.table("v")[4] = -1e6
-    out = run(case, [3, 4])
+    out = run(case, [3, 4], kv_cache_dtype="float16")
     assert np.isfinite(out).all()
     assert (out[0] == 65504).all()
+
+
+@pytest.mark.parametrize("isa", VARIANTS)
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_int16_cache_keeps_nan_and_infinity(isa: str, value: float, where: str) -> None:
+    """Whoever sees a value that is no number gets NaN; what comes before it stays."""
+    case = AttentionCase(num_kv_heads=2, group=2, head_dim=40)
+    ids = [i + 8 for i in random_ids(50, vocab_size=500)]
+    backend = make_backend(case, isa=isa, kv_cache_dtype="int16")
+    expected = Cache(backend).feed("r", ids, 10**9)
+    case.table(where)[7, 0] = value  # the first head alone; after loading, which refuses it
+    out = Cache(backend).feed("r", [*ids, 7, ids[0]], 10**9)
+    first = 2 * case.head_dim  # outputs of the first kv head
+    np.testing.assert_array_equal(out[:50], expected)
+    assert np.isnan(out[50, : case.head_dim]).all()
+    assert np.isfinite(out[50:, first:]).all()
+    if where == "q":
+        assert np.isfinite(out[51]).all()
+    else:
+        assert np.isnan(out[51, :first]).all()
+
+
+@pytest.mark.parametrize("isa", VARIANTS)
+def test_int16_cache_of_zeros_and_extremes(isa: str) -> None:
+    """Zero vectors, tiny ones and the largest floats; scales differ by 60 orders of magnitude."""
+    case = AttentionCase(num_kv_heads=1, group=1, head_dim=16)
+    backend = make_backend(case, isa=isa, kv_cache_dtype="int16")
+    case.table("k")[:8] = 0.0  # equal weights
+    case.table("v")[0] = 0.0
+    case.table("v")[1] = 1e-31
+    case.table("v")[2] = 1e-20
+    case.table("v")[3] = 3e38
+    out = Cache(backend).step(("a", [0, 0]), ("b", [1]), ("c", [2, 2]), ("d", [3, 2]))
+    assert (out[0] == 0).all()
+    assert (out[1] == 0).all()  # below 1e-30
+    np.testing.assert_allclose(out[2], 1e-20, rtol=1e-3)
+    np.testing.assert_allclose(out[3][0], 3e38, rtol=1e-3)
+    np.testing.assert_allclose(out[3][1], 1.5e38, rtol=1e-3)
 
 
 @pytest.mark.parametrize("isa", VARIANTS)

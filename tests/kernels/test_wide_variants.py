@@ -10,6 +10,7 @@ from tellin.kernels.native import NativeBackend
 from tellin.loading.tensors import QuantType
 from tellin.models import build_plan
 from tests.kernels.runtime_plans import Cache, llama_plan, random_ids
+from tests.kernels.test_attention import CASES as ATTENTION
 from tests.models.stepping import logits_of
 from tests.models.tiny import CASES, MAX_MODEL_LEN, tiny_source, tiny_token_ids
 
@@ -39,3 +40,16 @@ def test_every_architecture(name: str) -> None:
     logits = [logits_of(NativeBackend(plan, isa=isa), tiny_token_ids()) for isa in WIDE]
     for others in logits[1:]:
         np.testing.assert_array_equal(others, logits[0])
+
+
+@pytest.mark.skipif(len(WIDE) < 2, reason="this processor runs one vector variant")
+@pytest.mark.parametrize("name", ["group3", "group8", "head24", "head256", "window", "softcap"])
+def test_attention_in_integers(name: str) -> None:
+    ids = random_ids(300)
+    outs = [
+        Cache(NativeBackend(ATTENTION[name].plan(), isa=isa, kv_cache_dtype="int16"))
+        for isa in WIDE
+    ]
+    first, *others = [cache.feed("r", ids, 290) for cache in outs]
+    for other in others:
+        np.testing.assert_array_equal(other, first)

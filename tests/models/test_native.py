@@ -56,7 +56,9 @@ def test_float32_weights_give_the_reference_logits(name: str, fuse: bool) -> Non
     np.testing.assert_allclose(with_native, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("kv_cache_dtype", "bound"), [("float16", 0.02), ("int8", 0.2)])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "bound"), [("float16", 0.02), ("int16", 0.02), ("int8", 0.2)]
+)
 @pytest.mark.parametrize("name", DECODERS)
 def test_small_caches_stay_close(name: str, kv_cache_dtype: str, bound: float) -> None:
     plan = tiny_plan(name)
@@ -102,7 +104,7 @@ def mixed_steps(backend: Any) -> list[np.ndarray]:
     return [whole, np.concatenate(parts), np.concatenate(rows)]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "float16", "int16", "int8"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "qwen3", "mistral"])
 def test_promise_1_on_every_variant(name: str, kv_cache_dtype: str) -> None:
     """Chunks, batches and thread counts change no bit; each instruction set for itself."""

@@ -12,11 +12,13 @@
 namespace tellin {
 
 enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
-enum class KvDtype : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
+enum class KvDtype : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2, kInt16 = 3 };
 
 constexpr int64_t kTilePositions = 16;  // positions per KV tile: one 512-bit or two 256-bit vectors of scores
 constexpr int64_t kPartition = 256;     // positions reduced as one unit of softmax; absolute multiples
 constexpr int64_t kPartitionTiles = kPartition / kTilePositions;
+
+constexpr int64_t kQueryStride = 544;  // of rows of query codes: at most 512, and what is written with them
 
 struct VectorKernels {
   const char* isa;
@@ -35,7 +37,9 @@ struct VectorKernels {
 };
 
 // One tile of the KV cache: 16 consecutive positions of one kv head, K as [head_dim][16], V as
-// [16][head_dim]; tiles made from int8 end with the scales of K [16] and of V [16], float32.
+// [16][head_dim]; tiles made from int8 end with the scales of K [16] and of V [16], float32. Tiles of kInt16
+// hold pairs of codes of 13 bits, K as [head_dim / 2][16][2] and V as [8][head_dim][2], and end with a word
+// per position, whose upper halves are float32 scales: of K the lower 16 bits, of V the upper ones.
 struct KvLayout {
   KvDtype dtype;
   int64_t head_dim;      // a multiple of 8, at most 512
@@ -56,6 +60,9 @@ struct AttentionRows {
   // Tiles to be fetched into cache while those attended to are read, one for each: what comes next, or the
   // same again.
   const uint8_t* const* next;
+  // For tiles of 16-bit codes instead of q: the same as codes [num_rows, kQueryStride] and a scale per row.
+  const int16_t* q_codes = nullptr;
+  const float* q_scales = nullptr;
 };
 
 // Softmax state of one row: acc[head_dim] (not normalised), then the running maximum and sum.
@@ -66,7 +73,11 @@ struct AttentionKernels {
 
   // Writes k and v (float32 [head_dim]) of one position into `lane` of a tile.
   void (*kv_store)(const KvLayout& layout, const float* k, const float* v, int64_t lane, uint8_t* tile);
-  // Expands a tile to float32, exactly: scales are copied, not applied. `out` has dtype kFloat32.
+  // Queries, multiplied by a factor, as codes [num_rows, kQueryStride] and scales [num_rows] for kInt16.
+  void (*encode_queries)(const float* q, float factor, int64_t num_rows, int64_t head_dim, int16_t* codes,
+                         float* scales);
+  // Expands a tile to float32, exactly: scales are copied, not applied. `out` has dtype kFloat32. Not for
+  // kInt16, which is attended to as it is.
   void (*kv_expand)(const KvLayout& layout, const uint8_t* tile, const KvLayout& out_layout, uint8_t* out);
   // Attention over one partition: states[num_rows] of stride head_dim + kStatePadding are overwritten.
   // tiles[kPartitionTiles]: those that hold no visible position are not read and may be null.

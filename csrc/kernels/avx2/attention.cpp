@@ -5,7 +5,7 @@
 namespace tellin {
 
 const AttentionKernels* attention_table_avx2() {
-  static const AttentionKernels table{"avx2", kv_store, kv_expand, attend, fold, finish};
+  static const AttentionKernels table{"avx2", kv_store, encode_queries, kv_expand, attend, fold, finish};
   return &table;
 }
 

@@ -10,7 +10,7 @@
 namespace tellin {
 
 const AttentionKernels* attention_table_avx512() {
-  static const AttentionKernels table{"avx512", kv_store, kv_expand, attend, fold, finish};
+  static const AttentionKernels table{"avx512", kv_store, encode_queries, kv_expand, attend, fold, finish};
   return &table;
 }
 

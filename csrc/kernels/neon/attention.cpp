@@ -5,7 +5,7 @@
 namespace tellin {
 
 const AttentionKernels* attention_table_neon() {
-  static const AttentionKernels table{"neon", kv_store, kv_expand, attend, fold, finish};
+  static const AttentionKernels table{"neon", kv_store, encode_queries, kv_expand, attend, fold, finish};
   return &table;
 }
 

@@ -5,7 +5,7 @@
 namespace tellin {
 
 const AttentionKernels* attention_table_portable() {
-  static const AttentionKernels table{"portable", kv_store, kv_expand, attend, fold, finish};
+  static const AttentionKernels table{"portable", kv_store, encode_queries, kv_expand, attend, fold, finish};
   return &table;
 }
 

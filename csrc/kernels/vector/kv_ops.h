@@ -6,6 +6,7 @@
 
 namespace {
 
+using tellin::kQueryStride;
 using tellin::kTilePositions;
 using tellin::KvDtype;
 using tellin::KvLayout;
@@ -50,6 +51,62 @@ inline float quantize_head(const float* x, int64_t head_dim, int8_t* out, int64_
   return scale;
 }
 
+// A vector as codes = rint(x / scale) of 13 bits: products of up to 128 pairs of codes are exact in 32 bits.
+// The scale is largest magnitude / 4095, rounded up to the upper half of a float, which is what is returned.
+// All are 0 where that magnitude is below 1e-30; codes are 0 and the scale NaN where the vector holds NaN or
+// infinity. Up to 8 codes behind the last are written.
+constexpr float kCodeTop = 4095.0f;
+constexpr float kLeastTop = 1e-30f;
+inline float upper_half(uint32_t half) {
+  const uint32_t bits = half << 16;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+inline uint32_t encode_codes(const float* x, int64_t n, int16_t* codes) {
+  V top = Simd::zero();
+  int64_t d = 0;
+  for (; d + Simd::kWidth <= n; d += Simd::kWidth) top = Simd::max_or_nan(top, Simd::abs(Simd::load(x + d)));
+  const int rest = static_cast<int>(n - d);
+  if (rest > 0) top = Simd::max_or_nan(top, Simd::abs(Simd::load_partial(x + d, rest)));
+  const float row_top = Simd::reduce_max_or_nan(top);
+  const bool is_finite = row_top < __builtin_inff();
+  const float least = row_top >= kLeastTop ? row_top / kCodeTop : 0.0f;
+  uint32_t scale;
+  __builtin_memcpy(&scale, &least, sizeof scale);
+  scale = is_finite ? (scale + 0xffff) >> 16 : 0x7fc0;
+  const float inverse = is_finite && scale != 0 ? 1.0f / upper_half(scale) : 0.0f;
+  const V factor = Simd::set1(inverse);
+  for (d = 0; d + Simd::kWidth <= n; d += Simd::kWidth) {
+    Simd::store_codes(codes + d, Simd::mul(Simd::load(x + d), factor));
+  }
+  if (rest > 0) Simd::store_codes(codes + d, Simd::mul(Simd::load_partial(x + d, rest), factor));
+  if (!is_finite) __builtin_memset(codes, 0, static_cast<size_t>(n) * sizeof(int16_t));
+  return scale;
+}
+
+// Neighbouring positions share pairs: no store may touch the other code, which another thread may write.
+inline void store_int16(const KvLayout& layout, const float* k, const float* v, int64_t lane, uint8_t* tile) {
+  const int64_t head_dim = layout.head_dim;
+  alignas(64) int16_t codes[512 + 16];
+  uint32_t scales = encode_codes(k, head_dim, codes);
+  auto* k_out = reinterpret_cast<int16_t*>(tile) + 2 * lane;
+  for (int64_t d = 0; d < head_dim; d += 2) {
+    __builtin_memcpy(k_out + d * kTilePositions, codes + d, 2 * sizeof(int16_t));
+  }
+  scales |= encode_codes(v, head_dim, codes) << 16;
+  __builtin_memcpy(tile + layout.scale_offset + lane * 4, &scales, sizeof scales);
+  auto* v_out = reinterpret_cast<int16_t*>(tile + layout.value_offset) + lane / 2 * 2 * head_dim;
+  Simd::store_halves(v_out, lane % 2 != 0, codes, head_dim);
+}
+
+void encode_queries(const float* q, float factor, int64_t num_rows, int64_t head_dim, int16_t* codes,
+                    float* scales) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    scales[r] = upper_half(encode_codes(q + r * head_dim, head_dim, codes + r * kQueryStride)) * factor;
+  }
+}
+
 void kv_store(const KvLayout& layout, const float* k, const float* v, int64_t lane, uint8_t* tile) {
   const int64_t head_dim = layout.head_dim;
   uint8_t* value_tile = tile + layout.value_offset;
@@ -80,6 +137,8 @@ void kv_store(const KvLayout& layout, const float* k, const float* v, int64_t la
       }
       return;
     }
+    case KvDtype::kInt16:
+      return store_int16(layout, k, v, lane, tile);
     case KvDtype::kInt8: {
       float* scales = reinterpret_cast<float*>(tile + layout.scale_offset);
       scales[lane] = quantize_head(k, head_dim, reinterpret_cast<int8_t*>(tile) + lane, kTilePositions);
@@ -112,6 +171,8 @@ void kv_expand(const KvLayout& layout, const uint8_t* tile, const KvLayout& out_
       return expand_as<ReadFloat16>(layout, tile, out_layout, out);
     case KvDtype::kInt8:
       return expand_as<ReadInt8>(layout, tile, out_layout, out);
+    case KvDtype::kInt16:
+      return;  // attended to as it is
   }
 }
 

@@ -70,6 +70,63 @@ struct Simd {
   static inline V load_i8(const int8_t* p) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
   }
+
+  // ---- pairs of 16-bit integers
+  static constexpr int kDotRows = 6;
+  // Tiles, or vectors of columns, side by side for so many rows.
+  static constexpr int dot_tiles(int rows) { return rows <= 3 ? 2 : 1; }
+  static constexpr int dot_columns(int rows) { return rows <= 3 ? 4 : 2; }
+
+  using Pairs = __m256i;  // one pair per lane
+  using Sums = __m256i;   // of kWidth lanes
+  static inline Pairs load_pairs(const int16_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static inline Pairs set1_pair(const int16_t* p) {
+    int32_t pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return _mm256_set1_epi32(pair);
+  }
+  static inline Sums no_sums() { return _mm256_setzero_si256(); }
+  // sums + the dot product of each lane's pairs. With intrinsics GCC moves sums about and spills them.
+  static inline Sums dot(Sums sums, Pairs a, Pairs b) {
+#ifdef __AVXVNNI__
+    asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(sums) : "x"(a), "x"(b));
+#else
+    asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(_mm256_madd_epi16(a, b)));
+#endif
+    return sums;
+  }
+  static inline V to_float(Sums sums) { return _mm256_cvtepi32_ps(sums); }
+  // Nearest integers, of at most 16 bits.
+  static inline void store_codes(int16_t* p, V v) {
+    const __m256i codes = _mm256_cvtps_epi32(v);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm_packs_epi32(_mm256_castsi256_si128(codes), _mm256_extracti128_si256(codes, 1)));
+  }
+  // Codes as the first, or the second, of n pairs; the other stays as it is.
+  static inline void store_halves(int16_t* pairs, bool is_second, const int16_t* codes, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) pairs[2 * i + is_second] = codes[i];
+  }
+  // Floats of which the lower, or the upper, half of each word holds the upper 16 bits.
+  static inline V load_low_halves(const uint8_t* p) {
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), 16));
+  }
+  static inline V load_high_halves(const uint8_t* p) {
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), _mm256_set1_epi32(-65536)));
+  }
+  // Larger of two numbers >= 0; NaN is larger than any.
+  static inline V max_or_nan(V a, V b) {
+    return _mm256_castsi256_ps(_mm256_max_epi32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+  }
+  static inline float reduce_max_or_nan(V a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    __m128i v = _mm_max_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    v = _mm_max_epi32(v, _mm_unpackhi_epi64(v, v));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(v, _mm_shuffle_epi32(v, 1))));
+  }
 };
 
 }  // namespace

@@ -67,6 +67,60 @@ struct Simd {
   static inline V load_i8(const int8_t* p) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
   }
+
+  // ---- pairs of 16-bit integers
+  static constexpr int kDotRows = 6;
+  // Tiles, or vectors of columns, side by side for so many rows.
+  static constexpr int dot_tiles(int) { return 4; }
+  static constexpr int dot_columns(int) { return 4; }
+
+  using Pairs = __m512i;  // one pair per lane
+  using Sums = __m512i;   // of kWidth lanes
+  static inline Pairs load_pairs(const int16_t* p) { return _mm512_loadu_si512(p); }
+  static inline Pairs set1_pair(const int16_t* p) {
+    int32_t pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return _mm512_set1_epi32(pair);
+  }
+  static inline Sums no_sums() { return _mm512_setzero_si512(); }
+  // sums + the dot product of each lane's pairs. With intrinsics GCC moves sums about and spills them.
+  static inline Sums dot(Sums sums, Pairs a, Pairs b) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+    return sums;
+  }
+  static inline V to_float(Sums sums) { return _mm512_cvtepi32_ps(sums); }
+  // Nearest integers, of at most 16 bits.
+  static inline void store_codes(int16_t* p, V v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(v)));
+  }
+  // Codes as the first, or the second, of n pairs; the other stays as it is. n is a multiple of 8.
+  static inline void store_halves(int16_t* pairs, bool is_second, const int16_t* codes, int64_t n) {
+    const __mmask32 halves = is_second ? 0xaaaaaaaau : 0x55555555u;
+    const __m128i shift = _mm_cvtsi32_si128(is_second ? 16 : 0);
+    for (int64_t i = 0; i < n; i += kWidth) {
+      const __m256i part = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
+      const __m512i words = _mm512_sll_epi32(_mm512_cvtepi16_epi32(part), shift);
+      _mm512_mask_storeu_epi16(pairs + 2 * i, n - i < kWidth ? halves & 0xffff : halves, words);
+    }
+  }
+  // Floats of which the lower, or the upper, half of each word holds the upper 16 bits.
+  static inline V load_low_halves(const uint8_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
+  }
+  static inline V load_high_halves(const uint8_t* p) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(-65536)));
+  }
+  // Larger of two numbers >= 0; NaN is larger than any.
+  static inline V max_or_nan(V a, V b) {
+    return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+  }
+  static inline float reduce_max_or_nan(V a) {
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(bits), _mm512_extracti64x4_epi64(bits, 1));
+    __m128i v = _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    v = _mm_max_epi32(v, _mm_unpackhi_epi64(v, v));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_max_epi32(v, _mm_shuffle_epi32(v, 1))));
+  }
 };
 
 }  // namespace

@@ -64,6 +64,50 @@ struct Simd {
     const int8x8_t bytes = vreinterpret_s8_s32(vdup_n_s32(four));
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(bytes))));
   }
+
+  // ---- pairs of 16-bit integers
+  static constexpr int kDotRows = 3;
+  // Tiles, or vectors of columns, side by side for so many rows.
+  static constexpr int dot_tiles(int) { return 1; }
+  static constexpr int dot_columns(int) { return 4; }
+
+  using Pairs = int16x8_t;   // one pair per lane
+  using Sums = int32x4x2_t;  // of twice kWidth lanes: neighbours are added in the end
+  static inline Pairs load_pairs(const int16_t* p) { return vld1q_s16(p); }
+  static inline Pairs set1_pair(const int16_t* p) {
+    int32_t pair;
+    __builtin_memcpy(&pair, p, sizeof pair);
+    return vreinterpretq_s16_s32(vdupq_n_s32(pair));
+  }
+  static inline Sums no_sums() { return {{vdupq_n_s32(0), vdupq_n_s32(0)}}; }
+  // sums + the dot product of each lane's pairs
+  static inline Sums dot(Sums sums, Pairs a, Pairs b) {
+    return {{vmlal_s16(sums.val[0], vget_low_s16(a), vget_low_s16(b)), vmlal_high_s16(sums.val[1], a, b)}};
+  }
+  static inline V to_float(Sums sums) { return vcvtq_f32_s32(vpaddq_s32(sums.val[0], sums.val[1])); }
+  // Nearest integers, of at most 16 bits.
+  static inline void store_codes(int16_t* p, V v) {
+    const int16x4_t codes = vqmovn_s32(vcvtnq_s32_f32(v));
+    __builtin_memcpy(p, &codes, sizeof codes);
+  }
+  // Codes as the first, or the second, of n pairs; the other stays as it is.
+  static inline void store_halves(int16_t* pairs, bool is_second, const int16_t* codes, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) pairs[2 * i + is_second] = codes[i];
+  }
+  // Floats of which the lower, or the upper, half of each word holds the upper 16 bits.
+  static inline V load_low_halves(const uint8_t* p) {
+    return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_u8(vld1q_u8(p)), 16));
+  }
+  static inline V load_high_halves(const uint8_t* p) {
+    return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_u8(vld1q_u8(p)), vdupq_n_u32(0xffff0000u)));
+  }
+  // Larger of two numbers >= 0; NaN is larger than any.
+  static inline V max_or_nan(V a, V b) {
+    return vreinterpretq_f32_s32(vmaxq_s32(vreinterpretq_s32_f32(a), vreinterpretq_s32_f32(b)));
+  }
+  static inline float reduce_max_or_nan(V a) {
+    return vgetq_lane_f32(vreinterpretq_f32_s32(vdupq_n_s32(vmaxvq_s32(vreinterpretq_s32_f32(a)))), 0);
+  }
 };
 
 }  // namespace

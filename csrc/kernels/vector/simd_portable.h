@@ -4,6 +4,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 namespace {
 
@@ -107,6 +110,66 @@ struct Simd {
   static inline V load_i8(const int8_t* p) {
     return V{static_cast<float>(p[0]), static_cast<float>(p[1]), static_cast<float>(p[2]),
              static_cast<float>(p[3])};
+  }
+
+  // ---- pairs of 16-bit integers
+  static constexpr int kDotRows = 3;
+  // Tiles, or vectors of columns, side by side for so many rows.
+  static constexpr int dot_tiles(int) { return 1; }
+  static constexpr int dot_columns(int) { return 4; }
+
+  using Pairs = I;  // one pair per lane, the first below
+  using Sums = I;   // of kWidth lanes
+  static inline Pairs load_pairs(const int16_t* p) {
+    Pairs pairs;
+    std::memcpy(&pairs, p, sizeof pairs);
+    return pairs;
+  }
+  static inline Pairs set1_pair(const int16_t* p) {
+    int32_t pair;
+    std::memcpy(&pair, p, sizeof pair);
+    return I{pair, pair, pair, pair};
+  }
+  static inline Sums no_sums() { return I{0, 0, 0, 0}; }
+  // sums + the dot product of each lane's pairs
+  static inline Sums dot(Sums sums, Pairs a, Pairs b) {
+#ifdef __SSE2__
+    return sums + (I)_mm_madd_epi16((__m128i)a, (__m128i)b);
+#else
+    return sums + ((a << 16) >> 16) * ((b << 16) >> 16) + (a >> 16) * (b >> 16);
+#endif
+  }
+  static inline V to_float(Sums sums) { return __builtin_convertvector(sums, V); }
+  // Nearest integers, of at most 16 bits.
+  static inline void store_codes(int16_t* p, V v) {
+    const I codes = (I)(v + set1(12582912.0f)) - 0x4b400000;
+    int16_t words[4];
+    for (int i = 0; i < 4; ++i) words[i] = static_cast<int16_t>(codes[i]);
+    std::memcpy(p, words, sizeof words);
+  }
+  // Codes as the first, or the second, of n pairs; the other stays as it is.
+  static inline void store_halves(int16_t* pairs, bool is_second, const int16_t* codes, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) pairs[2 * i + is_second] = codes[i];
+  }
+  // Floats of which the lower, or the upper, half of each word holds the upper 16 bits.
+  static inline V load_low_halves(const uint8_t* p) {
+    I words;
+    std::memcpy(&words, p, sizeof words);
+    return (V)(words << 16);
+  }
+  static inline V load_high_halves(const uint8_t* p) {
+    I words;
+    std::memcpy(&words, p, sizeof words);
+    return (V)(words & -65536);
+  }
+  // Larger of two numbers >= 0; NaN is larger than any.
+  static inline V max_or_nan(V a, V b) {
+    const I larger = (I)a > (I)b;
+    return (V)((larger & (I)a) | (~larger & (I)b));
+  }
+  static inline float reduce_max_or_nan(V a) {
+    const V two = max_or_nan(a, V{a[2], a[3], a[2], a[3]});
+    return max_or_nan(two, V{two[1], two[1], two[1], two[1]})[0];
   }
 };
 

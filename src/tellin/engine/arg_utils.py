@@ -52,7 +52,7 @@ DEFAULT_MAX_NUM_BATCHED_TOKENS = 2048
 """Long enough for the matrix kernels to run at full speed, short enough not to stall decodes."""
 
 LOGPROBS_MODES = ("raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits")
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "int8")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "int16", "int8")
 MAX_LORAS = 4096
 MAX_LORA_RANK = 512
 POOLING_TYPES = ("LAST", "CLS", "MEAN")

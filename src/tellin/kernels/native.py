@@ -34,7 +34,13 @@ from tellin.models.plan import ir
 
 logger = logging.getLogger("tellin.kernels")
 
-_KV_DTYPES = {"auto": "float16", "float16": "float16", "float32": "float32", "int8": "int8"}
+_KV_DTYPES = {
+    "auto": "float16",
+    "float16": "float16",
+    "float32": "float32",
+    "int16": "int16",
+    "int8": "int8",
+}
 _ISAS = ("portable", "avx2", "avxvnni", "avx512", "neon")
 _NONE = -1
 _PACK_SLICE_BYTES = 8 << 20
@@ -69,7 +75,8 @@ class NativeBackend:
             machine runs.
         activation_precision: of quantised weights' inputs: ``int8``, ``mixed``, ``int16`` (15
             bits), ``float32``, ``high`` or ``default`` (see `resolve_activation_precision`).
-        kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32`` or ``int8``.
+        kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32``, ``int8`` or ``int16``, codes
+            of 13 bits that are multiplied as integers: faster with long prompts.
         block_size: tokens per cache block, a multiple of 16.
 
     Raises:

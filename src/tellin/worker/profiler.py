@@ -24,7 +24,7 @@ from tellin.worker.backends import Backend
 
 PASS_ROWS = 512
 """Rows that the native backend computes at once: weights are read once per so many."""
-_KV_BYTES = {"float32": 4.0, "float16": 2.0, "int8": 1.0}
+_KV_BYTES = {"float32": 4.0, "float16": 2.0, "int16": 2.0, "int8": 1.0}
 
 
 @dataclass

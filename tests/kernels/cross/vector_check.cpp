@@ -129,9 +129,24 @@ void check_attention(const AttentionKernels& k, KvDtype dtype, int64_t head_dim,
   const int64_t stride = head_dim + kStatePadding;
   std::vector<float> scores(kScratchRows * kPartition), states(static_cast<size_t>(rows * stride)),
       one(static_cast<size_t>(stride));
-  k.attend(layout, cache.tiles, {q.data(), rows, begin.data(), end.data(), 0.0f}, scores.data(),
-           states.data());
-  const double tolerance = dtype == KvDtype::kFloat32 ? 2e-6 : (dtype == KvDtype::kFloat16 ? 2e-3 : 3e-2);
+  std::vector<float> scaled = q;
+  for (float& x : scaled) x *= 1.44269504f;
+  std::vector<int16_t> codes(static_cast<size_t>(rows * kQueryStride));
+  std::vector<float> scales(static_cast<size_t>(rows));
+  k.encode_queries(q.data(), 1.44269504f, rows, head_dim, codes.data(), scales.data());
+  const auto query = [&](int64_t first, int64_t count) {
+    const auto at = static_cast<size_t>(first);
+    return AttentionRows{&scaled[at * static_cast<size_t>(head_dim)],
+                         count,
+                         &begin[at],
+                         &end[at],
+                         0.0f,
+                         cache.tiles,
+                         &codes[static_cast<size_t>(first * kQueryStride)],
+                         &scales[at]};
+  };
+  k.attend(layout, cache.tiles, query(0, rows), scores.data(), states.data());
+  const double tolerance = dtype == KvDtype::kFloat32 ? 2e-6 : (dtype == KvDtype::kInt8 ? 3e-2 : 2e-3);
   for (int64_t r = 0; r < rows; ++r) {
     const float* row_q = &q[static_cast<size_t>(r * head_dim)];
     std::vector<double> weights(static_cast<size_t>(positions)), expected(static_cast<size_t>(head_dim));
@@ -154,13 +169,12 @@ void check_attention(const AttentionKernels& k, KvDtype dtype, int64_t head_dim,
     const double error = worst(out, expected);
     expect(error < tolerance, "attend", error);
     // The same row alone, and from an expanded tile: not a bit may differ.
-    k.attend(layout, cache.tiles,
-             {row_q, 1, &begin[static_cast<size_t>(r)], &end[static_cast<size_t>(r)], 0.0f}, scores.data(),
-             one.data());
+    k.attend(layout, cache.tiles, query(r, 1), scores.data(), one.data());
     expect(std::memcmp(one.data(), &states[static_cast<size_t>(r * stride)],
                        static_cast<size_t>(head_dim + 2) * 4) == 0,
            "attend: alone or in a block", static_cast<double>(r));
   }
+  if (dtype == KvDtype::kInt16) return;  // read as it is
   const KvLayout wide = expanded_layout(layout);
   MappedMemory panel(static_cast<size_t>(wide.tile_bytes * kPartitionTiles), false);
   const uint8_t* panels[kPartitionTiles];
@@ -170,7 +184,7 @@ void check_attention(const AttentionKernels& k, KvDtype dtype, int64_t head_dim,
     panels[t] = tile;
   }
   std::vector<float> again(states.size());
-  k.attend(wide, panels, {q.data(), rows, begin.data(), end.data(), 0.0f}, scores.data(), again.data());
+  k.attend(wide, panels, query(0, rows), scores.data(), again.data());
   for (int64_t r = 0; r < rows; ++r) {
     const auto at = static_cast<size_t>(r * stride);
     expect(std::memcmp(&again[at], &states[at], static_cast<size_t>(head_dim + 2) * 4) == 0,
@@ -189,8 +203,8 @@ int main(int argc, char** argv) {
     return 2;
   }
   check_rows(*rows);
-  for (KvDtype dtype : {KvDtype::kFloat32, KvDtype::kFloat16, KvDtype::kInt8}) {
-    for (int64_t head_dim : {8, 24, 64, 128}) {
+  for (KvDtype dtype : {KvDtype::kFloat32, KvDtype::kFloat16, KvDtype::kInt16, KvDtype::kInt8}) {
+    for (int64_t head_dim : {8, 24, 64, 128, 200}) {
       for (int64_t num_rows : {1, 3, 7, 20}) check_attention(*attention, dtype, head_dim, num_rows);
     }
   }

@@ -1,0 +1,13 @@
+// The AVX2 kernels with AVX-VNNI's dot product of pairs.
+#include "vector/simd_avx2.h"
+// The vector type must be known before what is written against it.
+#include "vector/attention_ops.h"
+
+namespace tellin {
+
+const AttentionKernels* attention_table_avxvnni() {
+  static const AttentionKernels table{"avxvnni", kv_store, encode_queries, kv_expand, attend, fold, finish};
+  return &table;
+}
+
+}  // namespace tellin
