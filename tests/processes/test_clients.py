@@ -202,7 +202,7 @@ def test_s11_in_process_mode_has_no_child_no_socket_no_transport(tiny_model: Pat
 def test_a_fork_does_not_wait_for_an_engine_that_is_not_its_own(tiny_model: Path) -> None:
     """It has no thread that would bring a result; the original goes on undisturbed."""
     script = f"""
-    import os, signal, sys
+    import os, signal, sys, time, warnings
     from tellin import SamplingParams
     from tellin.config import EngineArgs
     from tellin.engine.llm_engine import LLMEngine
@@ -210,6 +210,9 @@ def test_a_fork_does_not_wait_for_an_engine_that_is_not_its_own(tiny_model: Path
     args = EngineArgs(model={str(tiny_model)!r}, max_model_len=512, num_kv_blocks=64)
     with LLMEngine.from_engine_args(args, enable_multiprocessing=True) as engine:
         engine.add_request("a", "hello", SamplingParams(max_tokens=3))
+        while engine.engine_core._outputs.empty():  # what has come is the original's
+            time.sleep(0.001)
+        warnings.simplefilter("ignore", DeprecationWarning)  # forks of threads
         child = os.fork()
         if child == 0:
             signal.alarm(20)
@@ -225,6 +228,39 @@ def test_a_fork_does_not_wait_for_an_engine_that_is_not_its_own(tiny_model: Path
         while engine.has_unfinished_requests():
             outputs = engine.step()
         print(len(outputs[0].outputs[0].token_ids))
+    """
+    done = run_script(script)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
+def test_a_fork_does_not_wait_for_a_core_that_is_a_thread(tiny_model: Path) -> None:
+    script = f"""
+    import asyncio, os, signal, warnings
+    from tellin import SamplingParams
+    from tellin.config import EngineArgs
+    from tellin.engine.async_llm import AsyncLLM
+    from tellin.exceptions import EngineClosedError
+    args = EngineArgs(model={str(tiny_model)!r}, max_model_len=512, num_kv_blocks=64)
+
+    async def count(engine):
+        stream = engine.generate("hello", SamplingParams(max_tokens=3))
+        return [len(output.outputs[0].token_ids) async for output in stream][-1]
+
+    async def main():
+        async with AsyncLLM.from_engine_args(args, multiprocess_mode=False) as engine:
+            warnings.simplefilter("ignore", DeprecationWarning)  # forks of threads
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                try:
+                    await count(engine)
+                except EngineClosedError as error:
+                    os._exit(7 if f"belongs to process {{os.getppid()}}" in str(error) else 2)
+                os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+            print(await count(engine))
+
+    asyncio.run(main())
     """
     done = run_script(script)
     assert (done.stdout, done.stderr) == ("3\n", "")

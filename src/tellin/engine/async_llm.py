@@ -39,7 +39,6 @@ from tellin.exceptions import (
     EngineDeadError,
     EngineOverloadedError,
     InvalidParameterError,
-    RequestTimeoutError,
     UnsupportedFeatureError,
 )
 from tellin.metrics import IterationStats, Metric
@@ -333,7 +332,7 @@ class AsyncLLM:
             timeout_s = check_float("timeout_s", timeout_s, 0, MAX_TIMEOUT_S)
         internal_id, collector = await self.add_request(request_id, prompt, params, **kwargs)
         # One timer per request: one per output would cost more than handing the output over.
-        timer = None if timeout_s is None else _start_timer(collector, timeout_s)
+        timer = None if timeout_s is None else collector.fail_after(timeout_s)
         finished = False
         try:
             while not finished:
@@ -593,11 +592,3 @@ class AsyncLLM:
     ) -> None:
         await asyncio.to_thread(self.engine_core.shutdown)
         self.shutdown()
-
-
-def _start_timer(collector: RequestOutputCollector, timeout_s: float) -> asyncio.TimerHandle:
-    """Put an error where the outputs go, ``timeout_s`` seconds from now."""
-    error = RequestTimeoutError(
-        f"the request was not done within its deadline of {timeout_s:g} s and was aborted"
-    )
-    return asyncio.get_running_loop().call_later(timeout_s, collector.put, error)

@@ -397,9 +397,11 @@ class SyncMPClient(MPClient):
 
         Raises:
             EngineDeadError: the core died; also on every later call.
+            EngineClosedError: after shutdown, and in a fork: what had come is the original's.
         """
-        if self._resources.dead is not None and self._outputs.empty():
-            raise self._resources.dead
+        dead = self._resources.dead
+        if isinstance(dead, EngineClosedError) or (dead is not None and self._outputs.empty()):
+            raise dead
         item = self._take(timeout)
         if item is None:
             return EngineCoreOutputs()

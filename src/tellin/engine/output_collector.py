@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from tellin.engine.output_processor import Output
+from tellin.exceptions import RequestTimeoutError
 from tellin.outputs import PoolingRequestOutput, RequestOutput
 from tellin.sampling_params import RequestOutputKind
 
@@ -47,6 +48,13 @@ class RequestOutputCollector:
             self._slot = output
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    def fail_after(self, timeout_s: float) -> asyncio.TimerHandle:
+        """Store `RequestTimeoutError` ``timeout_s`` seconds from now, unless cancelled before."""
+        error = RequestTimeoutError(
+            f"the request was not done within its deadline of {timeout_s:g} s and was aborted"
+        )
+        return asyncio.get_running_loop().call_later(timeout_s, self.put, error)
 
     async def get(self) -> Output:
         """Next output; waits for one, for one caller. A stored exception is raised, once."""
