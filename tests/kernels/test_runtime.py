@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -260,6 +261,25 @@ def test_profile_names_every_kind_of_stage() -> None:
     backend.set_profile(False)
     cache.step(("a", [1]))
     assert backend.profile() == profile
+
+
+def test_a_caller_that_is_held_up_does_not_shift_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = make_backend(llama_plan())
+    cache = Cache(backend)
+    clock = time.monotonic_ns
+
+    def held_up() -> int:
+        time.sleep(0.05)
+        return clock()
+
+    backend.set_profile(True)
+    begin = clock()
+    cache.step(("a", random_ids(50)))
+    end = clock()
+    monkeypatch.setattr(time, "monotonic_ns", held_up)
+    spans = backend.take_spans()
+    assert len(spans) > 0
+    assert begin <= spans[:, 2].min() <= spans[:, 3].max() <= end
 
 
 def test_python_threads_take_turns() -> None:
