@@ -199,6 +199,22 @@ class ReasoningConfig:
 
 
 @dataclass(frozen=True)
+class MultiModalConfig:
+    """Images in prompts. An engine without it takes text only, and loads no encoder."""
+
+    limit_per_prompt: Mapping[str, int]
+    """Most items of each modality in one prompt."""
+    max_tokens_per_item: int
+    """Most rows that the encoder makes of one item."""
+    encoder_cache_size: int
+    """Rows of encoder outputs that are kept; also the most that one step makes."""
+    processor_cache_gb: float = 1.0
+    """Processed items that are kept for prompts to come, in GiB; 0 = none."""
+    mmproj: Path | None = None
+    """File that holds the encoder of a GGUF model; None = the model's own file or folder."""
+
+
+@dataclass(frozen=True)
 class ObservabilityConfig:
     log_stats: bool = True
     otlp_traces_endpoint: str | None = None
@@ -222,6 +238,8 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     shutdown_timeout_s: float = 0.0
     reasoning_config: ReasoningConfig | None = None
+    multimodal_config: MultiModalConfig | None = None
+    """None = prompts are text only."""
 
 
 class _EngineArgsMeta(type):

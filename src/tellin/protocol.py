@@ -100,8 +100,12 @@ class LoRARequest(msgspec.Struct, array_like=True, frozen=True):
 class MultiModalFeature(msgspec.Struct, array_like=True):
     """One multimodal item of a prompt.
 
-    ``offset`` and ``length`` give its placeholder span in prompt tokens; ``identifier`` is the key
-    of its encoder output; ``data`` is None when the receiver already caches the item.
+    ``offset`` and ``length`` give its span in prompt tokens, marks around and between its parts
+    included; ``embed_runs`` says which positions of the span stand for rows of the encoder's
+    output, as ``(start, count)`` relative to ``offset``, ascending (None = all). ``identifier`` is
+    the key of its encoder output. ``data`` is what the encoder takes (of an image: pixels,
+    ``[num_tiles, num_patches, patch_dim]`` f32), or None when the receiver already caches it under
+    ``mm_hash``.
     """
 
     modality: str
@@ -110,6 +114,30 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     length: int
     data: Any = None
     mm_hash: str | None = None
+    embed_runs: list[tuple[int, int]] | None = None
+
+    @property
+    def num_embeds(self) -> int:
+        """Rows that the encoder makes of it."""
+        if self.embed_runs is None:
+            return self.length
+        return sum(count for _, count in self.embed_runs)
+
+    def embeds_in(self, start: int, end: int) -> list[tuple[int, int, int]]:
+        """Embedding rows at prompt positions ``[start, end)``.
+
+        Returns:
+            Runs ``(position, row, count)``: row ``row + i`` of its encoder output belongs to prompt
+            position ``position + i``.
+        """
+        runs, row = [], 0
+        for run_start, count in self.embed_runs or [(0, self.length)]:
+            first = self.offset + run_start
+            low, high = max(first, start), min(first + count, end)
+            if low < high:
+                runs.append((low, row + low - first, high - low))
+            row += count
+        return runs
 
 
 class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):

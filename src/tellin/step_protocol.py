@@ -91,7 +91,10 @@ class SchedulerOutput(msgspec.Struct):
     an id may be preempted and resumed in the same step. ``kv_block_copies`` are ``(source,
     destination)`` KV blocks of all layers, to be copied one after the other, in this order, before
     the forward pass. After the step up to ``num_spec_tokens_to_schedule`` ids are drafted for each
-    request, or as many as ``spec_token_limits`` says of it.
+    request, or as many as ``spec_token_limits`` says of it. Before anything is encoded, the encoder
+    outputs named by ``free_encoder_mm_hashes`` are dropped; then the items of each request that
+    ``scheduled_encoder_inputs`` lists (indices into its ``mm_features``) are encoded and kept under
+    their identifiers. An identifier may be in both, and is encoded anew then.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -106,6 +109,8 @@ class SchedulerOutput(msgspec.Struct):
     step_counter: int = 0
     kv_block_copies: list[tuple[int, int]] = msgspec.field(default_factory=list)
     spec_token_limits: dict[str, int] = msgspec.field(default_factory=dict)
+    scheduled_encoder_inputs: dict[str, list[int]] = msgspec.field(default_factory=dict)
+    free_encoder_mm_hashes: list[str] = msgspec.field(default_factory=list)
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:
