@@ -202,6 +202,21 @@ class ReferenceBackend:
         up = self._project(x, op.up, op.up_bias)
         self._set(op.out, _ACTIVATIONS[op.act](gate) * up)
 
+    def _experts(self, op: ir.Experts) -> None:
+        x, logits = self._get(op.x), self._get(op.router)
+        out = np.zeros((len(x), op.out.width), dtype=np.float32)
+        for row in range(len(x)):
+            chosen, shares = _route(logits[row], op.top_k, op.normalize)
+            for expert, share in zip(chosen.tolist(), shares, strict=True):
+                gate = self._weights[op.gate[expert]] @ x[row]
+                up = self._weights[op.up[expert]] @ x[row]
+                down = self._weights[op.down[expert]]
+                out[row] += share * (down @ (_ACTIVATIONS[op.act](gate) * up))
+        self._set(op.out, out)
+
+    def _gate_rows(self, op: ir.GateRows) -> None:
+        self._set(op.out, self._get(op.x) / (1 + np.exp(-self._get(op.gate))))
+
     def _lora(self, op: ir.Lora) -> None:
         batch = self._step()
         if batch.adapter_slots is None:
@@ -307,6 +322,16 @@ class ReferenceBackend:
 # ---- formulas --------------------------------------------------------------------------------
 
 
+def _route(logits: Floats, top_k: int, normalize: bool) -> tuple[npt.NDArray[np.intp], Floats]:
+    """Experts of one row, ascending, and their shares; NaN where the softmax has no value."""
+    with np.errstate(invalid="ignore"):
+        exps = np.exp(logits - logits.max())
+    # A stable sort leaves equal ones in the order of their ids.
+    chosen = np.sort(np.argsort(-logits, kind="stable")[:top_k])
+    total = (exps[chosen] if normalize else exps).sum()
+    return chosen, exps[chosen] / total
+
+
 def _attend(q: Floats, keys: Floats, values: Floats, op: ir.Attention) -> Floats:
     """Attention of one token's query heads that share a kv head.
 
@@ -366,6 +391,8 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Linear: ReferenceBackend._linear,
     ir.MultiLinear: ReferenceBackend._multi_linear,
     ir.GatedLinear: ReferenceBackend._gated_linear,
+    ir.Experts: ReferenceBackend._experts,
+    ir.GateRows: ReferenceBackend._gate_rows,
     ir.Lora: ReferenceBackend._lora,
     ir.Rope: ReferenceBackend._rope,
     ir.Attention: ReferenceBackend._attention,

@@ -151,6 +151,8 @@ def operation_name(op: ir.Op) -> str:
         weights = [site for site, _ in op.parts]
     if isinstance(op, ir.Attention):
         return f"{kind} layers.{op.layer}"
+    if isinstance(op, ir.Experts):
+        return f"{kind} {op.gate[0].name.partition('.experts.')[0]}"
     if len(weights) > 1:  # of one layer: say its name once
         prefix = weights[0].rpartition(".")[0] + "."
         weights = [weights[0], *(name.removeprefix(prefix) for name in weights[1:])]

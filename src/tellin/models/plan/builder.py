@@ -18,6 +18,8 @@ from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+MAX_EXPERTS = 1024
+MAX_EXPERTS_PER_TOKEN = 32
 
 
 class WeightSource(Protocol):
@@ -147,6 +149,34 @@ class PlanBuilder:
         self._ops.append(ir.Linear(x, weight, bias_tensor, out))
         return out
 
+    def experts(
+        self, x: Buffer, router: Buffer, name: str, *, top_k: int, normalize: bool
+    ) -> Buffer:
+        """Mixture of experts: the ``top_k`` experts of ``router``'s logits, by their softmax.
+
+        ``router`` ``[rows, num_experts]``; expert e is the gated MLP ``{name}.experts.{e}``.
+        ``normalize``: the chosen experts' shares add up to 1.
+        """
+        count = router.width
+        if x.rows is not router.rows:
+            raise self._error(f"{x.name} and {router.name} must have the same rows")
+        if count > MAX_EXPERTS or not 1 <= top_k <= min(MAX_EXPERTS_PER_TOKEN, count):
+            raise UnsupportedModelError(
+                f"{self.source.path}: {top_k} of {count} experts per token in {name}; supported "
+                f"are up to {MAX_EXPERTS} experts, of which a token uses 1 to "
+                f"{MAX_EXPERTS_PER_TOKEN} and not more than there are"
+            )
+        gate = self._stack(f"{name}.experts", "gate_proj", count, x.width)
+        up = self._stack(f"{name}.experts", "up_proj", count, x.width)
+        if up[0].shape != gate[0].shape:
+            raise self._shape_error(up[0], str(gate[0].shape))
+        down = self._stack(f"{name}.experts", "down_proj", count, gate[0].shape[0])
+        out = self._buffer(down[0].shape[0], x.rows, f"{name}.experts")
+        self._ops.append(
+            ir.Experts(x, router, gate, up, down, out, self._activation(), top_k, normalize)
+        )
+        return out
+
     # ---- attention ---------------------------------------------------------------------------
 
     def rope(self, x: Buffer, table: ir.RotaryTable) -> Buffer:
@@ -213,6 +243,14 @@ class PlanBuilder:
         self._same_shape(gate, up)
         out = self._buffer(gate.width, gate.rows, f"{gate.name}.act_mul")
         self._ops.append(ir.ActMul(gate, up, out, self._activation()))
+        return out
+
+    def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
+        """``x * sigmoid(gate)``, ``gate`` one value per row."""
+        if gate.width != 1 or gate.rows is not x.rows:
+            raise self._error(f"{gate.name} must have one value for each row of {x.name}")
+        out = self._buffer(x.width, x.rows, f"{x.name}.gated")
+        self._ops.append(ir.GateRows(x, gate, out))
         return out
 
     def activation(self, x: Buffer) -> Buffer:
@@ -305,6 +343,19 @@ class PlanBuilder:
         if len(tensor.shape) != 2 or tensor.shape[1] != width:
             raise self._shape_error(tensor, f"(n, {width})")
         return tensor
+
+    def _stack(self, name: str, part: str, count: int, width: int) -> tuple[TensorRef, ...]:
+        """The matrix ``part`` of every expert: alike in shape and storage type."""
+        stack = tuple(self._matrix(f"{name}.{e}.{part}.weight", width) for e in range(count))
+        for tensor in stack:
+            if tensor.shape != stack[0].shape:
+                raise self._shape_error(tensor, str(stack[0].shape))
+            if tensor.quant_type != stack[0].quant_type:
+                raise self._error(
+                    f"tensor {tensor.name!r} is {tensor.quant_type.name} and {stack[0].name!r} "
+                    f"{stack[0].quant_type.name}; experts of a layer must be stored alike"
+                )
+        return stack
 
     def _vector(self, name: str, width: int) -> TensorRef:
         tensor = self.weight(name)

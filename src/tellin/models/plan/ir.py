@@ -178,6 +178,42 @@ class GatedLinear(Op):
 
 
 @dataclass(frozen=True)
+class Experts(Op):
+    """Mixture of experts: ``out = sum p_e * down_e(act(gate_e(x)) * up_e(x))`` over chosen ones.
+
+    ``router`` ``[num_rows, num_experts]`` holds a logit for each expert; p is their softmax. A row
+    chooses the ``top_k`` largest (of equal ones the lowest id); ``normalize`` divides their p by
+    the sum of them. The sum over the chosen ones is made in the order of their ids. ``gate[e]`` and
+    ``up[e]`` ``(expert width, x.width)``, ``down[e]`` ``(out.width, expert width)``; each of the
+    three has one storage type. A row whose logits are not numbers, or hold +inf, becomes NaN.
+    Source: Shazeer et al. 2017, eq. 1-5; Jiang et al. 2024 (Mixtral), section 2.1.
+    """
+
+    x: Buffer
+    router: Buffer
+    gate: tuple[TensorRef, ...]
+    up: tuple[TensorRef, ...]
+    down: tuple[TensorRef, ...]
+    out: Buffer
+    act: str
+    top_k: int
+    normalize: bool
+
+    @property
+    def weights(self) -> tuple[TensorRef, ...]:
+        return (*self.gate, *self.up, *self.down)
+
+
+@dataclass(frozen=True)
+class GateRows(Op):
+    """``out = x * sigmoid(gate)``; ``gate`` has one value per row. ``out`` may be ``x``."""
+
+    x: Buffer
+    gate: Buffer
+    out: Buffer
+
+
+@dataclass(frozen=True)
 class Lora(Op):
     """``out += (x @ A.T) @ B.T`` in place, for rows of requests that have a LoRA adapter.
 

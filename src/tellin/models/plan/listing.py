@@ -50,9 +50,11 @@ def plan_cost(plan: Plan) -> PlanCost:
 
 
 def op_weight_bytes(op: Op) -> int:
-    """Weight bytes that one row needs: of an embedding a row, else everything."""
+    """Weight bytes that one row needs: of an embedding a row, of experts the chosen ones."""
     if isinstance(op, ir.Embed | ir.AddPositionEmbedding):
         return len(op.weight.data) // op.weight.shape[0]
+    if isinstance(op, ir.Experts):
+        return op.top_k * sum(len(tensor.data) for tensor in _one_expert(op))
     return sum(len(tensor.data) for tensor in op.weights)
 
 
@@ -60,7 +62,13 @@ def op_macs(op: Op) -> int:
     """Multiply-accumulates of an operation's matrices for one row."""
     if isinstance(op, ir.Linear | ir.MultiLinear | ir.GatedLinear):
         return sum(tensor.num_elements for tensor in op.weights if len(tensor.shape) == 2)
+    if isinstance(op, ir.Experts):
+        return op.top_k * sum(tensor.num_elements for tensor in _one_expert(op))
     return 0
+
+
+def _one_expert(op: ir.Experts) -> tuple[TensorRef, ...]:
+    return op.gate[0], op.up[0], op.down[0]
 
 
 def format_plan(plan: Plan, *, full: bool = False) -> str:
@@ -150,7 +158,10 @@ def _describe(op: Op) -> str:
     if not op.weights:
         return text
     macs = _count(op_macs(op)) if op_macs(op) else ""
-    weights = " ".join(_weight(tensor) for tensor in op.weights)
+    weights = " ".join(map(_weight, op.weights))
+    if isinstance(op, ir.Experts):
+        first = " ".join(map(_weight, _one_expert(op)))
+        weights = f"{len(op.gate)} x {first.replace('.0.', '.*.')}"
     return f"{text:67} {macs:>7} {_bytes(op_weight_bytes(op)):>8}  {weights}"
 
 
@@ -188,6 +199,14 @@ def _gated_linear(op: ir.GatedLinear) -> str:
     return f"{op.act}({gate}) * ({up})"
 
 
+def _experts(op: ir.Experts) -> str:
+    x, shares = _name(op.x), "normalized " if op.normalize else ""
+    return (
+        f"{op.top_k} of {len(op.gate)} experts by {shares}softmax({_name(op.router)}): "
+        f"W3 ({op.act}(W1 {x}) * (W2 {x}))"
+    )
+
+
 def _rope(op: ir.Rope) -> str:
     dims = 2 * len(op.table.inv_freq)
     partial = "" if dims == op.head_dim else f"first {dims} dims of "
@@ -218,6 +237,8 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.Linear: _linear,
     ir.MultiLinear: _multi_linear,
     ir.GatedLinear: _gated_linear,
+    ir.Experts: _experts,
+    ir.GateRows: lambda op: f"{_name(op.x)} * sigmoid({_name(op.gate)})",
     ir.Lora: _lora,
     ir.Rope: _rope,
     ir.Attention: _attention,

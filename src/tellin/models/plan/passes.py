@@ -138,8 +138,8 @@ def fuse_multi_linears(plan: Plan) -> Plan:
 # ---- rows ------------------------------------------------------------------------------------
 
 _ROWWISE = (
-    ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.MultiLinear, ir.GatedLinear, ir.Lora, ir.ActMul,
-    ir.Activation, ir.Add, ir.AddBias, ir.Scale, ir.Softcap,
+    ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.MultiLinear, ir.GatedLinear, ir.Experts, ir.Lora,
+    ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.AddBias, ir.Scale, ir.Softcap,
 )  # fmt: skip
 """Operations whose result for a row depends on nothing but that row."""
 
@@ -212,6 +212,7 @@ _MAY_ALIAS: Mapping[type[Op], tuple[str, ...]] = {
     ir.LayerNorm: ("x",),
     ir.Linear: ("residual",),
     ir.ActMul: ("gate", "up"),
+    ir.GateRows: ("x",),
     ir.Activation: ("x",),
     ir.Add: ("x", "y"),
 }
