@@ -10,42 +10,54 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tellin.loading.images import ImageProcessor, ProcessedImage, load_image_processor
     from tellin.loading.model_metadata import ModelMetadata
     from tellin.loading.model_source import ModelSource, open_metadata, open_model
     from tellin.loading.store import StoredModel, list_models, pull, resolve_model
     from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
     from tellin.loading.tokenizer import Tokenizer, load_tokenizer
+    from tellin.loading.vision import VisionSource, open_vision
 
 _MODULES = {
+    "ImageProcessor": "images",
     "ModelHParams": "tensors",
     "ModelMetadata": "model_metadata",
     "ModelSource": "model_source",
+    "ProcessedImage": "images",
     "QuantType": "tensors",
     "RopeScaling": "tensors",
     "StoredModel": "store",
     "TensorRef": "tensors",
     "Tokenizer": "tokenizer",
+    "VisionSource": "vision",
     "list_models": "store",
+    "load_image_processor": "images",
     "load_tokenizer": "tokenizer",
     "open_metadata": "model_source",
     "open_model": "model_source",
+    "open_vision": "vision",
     "pull": "store",
     "resolve_model": "store",
 }
 
 __all__ = [
+    "ImageProcessor",
     "ModelHParams",
     "ModelMetadata",
     "ModelSource",
+    "ProcessedImage",
     "QuantType",
     "RopeScaling",
     "StoredModel",
     "TensorRef",
     "Tokenizer",
+    "VisionSource",
     "list_models",
+    "load_image_processor",
     "load_tokenizer",
     "open_metadata",
     "open_model",
+    "open_vision",
     "pull",
     "resolve_model",
 ]

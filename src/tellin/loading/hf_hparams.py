@@ -21,6 +21,7 @@ from tellin.loading.hparams import (
 )
 from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
+from tellin.loading.vision_hparams import TILED_MODELS, VISION_MODELS
 
 _ARCHITECTURES = {
     "bert": "bert",
@@ -73,6 +74,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
 }
+_NESTED_LLAMA = {
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32_000,
+}
+"""What a text model inside of another one leaves out: Llama's own configuration names it."""
 _SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6}
 
 
@@ -83,6 +92,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         UnsupportedModelError: the architecture, or a variant of it, is not supported.
         ModelLoadError: a key is missing or has an impossible value.
     """
+    config = _text_config(config)
     model_type = config.get_str("model_type", "")
     if not model_type:
         raise ModelLoadError(f"{config.path}: key 'model_type' (a string) is missing")
@@ -103,6 +113,24 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     reader = _Reader(TypedMapping(config.path, merged), architecture)
     hparams = reader.bert() if architecture == "bert" else reader.decoder()
     return check_hparams(config.path, hparams)
+
+
+def _text_config(config: TypedMapping) -> TypedMapping:
+    """The part of a configuration that describes the text model: of most all of it."""
+    model_type = config.get_str("model_type", "")
+    if model_type not in VISION_MODELS:
+        return config
+    text = config.get_mapping("text_config")
+    tied = config.get_bool("tie_word_embeddings", False)
+    if model_type not in TILED_MODELS:
+        tied = tied or text.get_bool("tie_word_embeddings", False)
+    kind = text.get_str("model_type", "llama")
+    defaults = _NESTED_LLAMA if kind == "llama" else {}
+    given = {key: value for key, value in text.items() if value is not None}
+    return TypedMapping(
+        config.path,
+        {**defaults, **given, "model_type": kind, "tie_word_embeddings": tied},
+    )
 
 
 class _Reader:

@@ -61,12 +61,13 @@ _GGUF_DROPPED = re.compile(r"(.*\.)?(rope_freqs|rope_factors_(long|short)|attn_r
 _GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+)\.(weight|bias)\Z")
 _GGUF_GLOBAL_NAME = re.compile(r"([^.]+)\.(weight|bias)\Z")
 
-_HF_PREFIX = re.compile(r"(model\.language_model\.|language_model\.(model\.)?|model\.|bert\.)")
-_HF_DROPPED = re.compile(
-    r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z"
-    r"|(model\.)?(vision_tower|multi_modal_projector)\."
+_HF_PREFIX = re.compile(
+    r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.)"
 )
-"""Constants that old checkpoints store, and the vision half of Gemma 3."""
+_HF_CONSTANT = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z")
+"""Constants that old checkpoints store."""
+_HF_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model|connector)\.")
+"""The image half of a model: `tellin.loading.vision` reads it."""
 _HF_BERT = (
     (re.compile(r"embeddings\.word_embeddings\."), "embed_tokens."),
     (re.compile(r"embeddings\.position_embeddings\."), "embed_positions."),
@@ -149,8 +150,13 @@ def canonical_hf_name(architecture: str, name: str) -> str:
 
 
 def is_dropped_hf_name(name: str) -> bool:
-    """Whether a checkpoint's tensor is of no use here, whatever its type."""
-    return _HF_DROPPED.match(name) is not None
+    """Whether a checkpoint's tensor is of no use to its text model, whatever its type."""
+    return _HF_CONSTANT.match(name) is not None or _HF_VISION.match(name) is not None
+
+
+def is_vision_hf_name(name: str) -> bool:
+    """Whether a checkpoint's tensor belongs to its image encoder."""
+    return _HF_VISION.match(name) is not None and _HF_CONSTANT.match(name) is None
 
 
 def _canonical(

@@ -1,0 +1,173 @@
+"""Pictures as an image encoder takes them: `load_image_processor` and what all processors share.
+
+A processor turns a picture into normalised patches and into the text that stands for it in a
+prompt. It runs in the process that tokenizes and reads small files only; the encoder's weights are
+`tellin.loading.vision`'s. Pillow (the extra ``images``) is needed only where there is a picture.
+
+Patches of a tile are ordered by the group that becomes one row for the text model: group by group,
+row by row within each. So grouping is a reshape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.model_source import locate_model
+from tellin.loading.typed_mapping import TypedMapping
+from tellin.loading.vision import read_vision_hparams
+from tellin.loading.vision_hparams import VisionHParams
+
+if TYPE_CHECKING:
+    from PIL.Image import Image, Resampling
+
+
+@dataclass(frozen=True)
+class ProcessedImage:
+    """A picture, ready for the encoder and for the prompt."""
+
+    pixels: npt.NDArray[np.float32]
+    """``[num_tiles, num_patches, patch_dim]``: normalised; a patch is ordered by channel, then row,
+    then column."""
+    prompt: str
+    """What stands for the picture in a prompt: marks, and a placeholder for each embedding row."""
+    num_embeds: int
+    """Placeholders in ``prompt``: rows that the encoder makes."""
+
+
+class ImageProcessor(Protocol):
+    """Prepares pictures for one model."""
+
+    placeholder: str
+    """What stands for one picture in a user's prompt."""
+    placeholder_token_id: int
+    """In an expanded prompt there is one for each embedding row."""
+    max_tokens_per_image: int
+    """Most embedding rows of one picture."""
+
+    def process(self, image: Image) -> ProcessedImage:
+        """Prepare a picture, of any mode and size."""
+
+
+def load_image_processor(path: Path) -> ImageProcessor | None:
+    """The processor of the model at ``path``; None for a model that takes no pictures.
+
+    Raises:
+        ModelNotFoundError: there is nothing at ``path``.
+        ModelLoadError: its files are damaged, or do not fit together.
+        UnsupportedModelError: it wants its pictures prepared in a way that does not run here.
+    """
+    from tellin.loading.image_crop import CroppedImageProcessor
+    from tellin.loading.image_tiles import TiledImageProcessor
+
+    folder = locate_model(path)
+    hparams = read_vision_hparams(folder)
+    if hparams is None:
+        return None
+    settings = _read_settings(folder)
+    if hparams.has_class_row:
+        return CroppedImageProcessor(hparams, settings)
+    return TiledImageProcessor(hparams, settings)
+
+
+def _read_settings(folder: Path) -> TypedMapping:
+    """Settings of the image processor: a file of their own, or part of the processor's."""
+    own = read_optional_json_object(folder / "preprocessor_config.json")
+    if own is not None:
+        return own
+    whole = read_optional_json_object(folder / "processor_config.json")
+    if whole is not None and whole.has("image_processor"):
+        return whole.get_mapping("image_processor")
+    raise ModelLoadError(
+        f"{folder}: has no preprocessor_config.json, which says how pictures are prepared"
+    )
+
+
+# ---- pixels ----------------------------------------------------------------------------------
+
+
+def resampling(settings: TypedMapping, default: int) -> Resampling:
+    """The filter that ``resample`` names, by Pillow's number."""
+    from PIL.Image import Resampling
+
+    number = settings.get_int("resample", default)
+    try:
+        return Resampling(number)
+    except ValueError:
+        raise ModelLoadError(f"{settings.path}: resample is {number}, no filter") from None
+
+
+def size_of(settings: TypedMapping, key: str, names: Sequence[str]) -> dict[str, int]:
+    """Positive sizes in pixels under ``key``: an object, or one number for all ``names``.
+
+    Names that are not there are left out.
+    """
+    if not settings.has(key):
+        return {}
+    if isinstance(settings[key], int):
+        sizes = dict.fromkeys(names, settings.get_int(key))
+    else:
+        values = settings.get_mapping(key)
+        sizes = {name: values.get_int(name) for name in names if values.has(name)}
+    for name, size in sizes.items():
+        if not 1 <= size <= 1 << 16:
+            raise ModelLoadError(f"{settings.path}: {key} has {name} {size}")
+    return sizes
+
+
+def require_on(settings: TypedMapping, *keys: str) -> None:
+    """Refuse settings that switch off a step which is always done here."""
+    for key in keys:
+        if not settings.get_bool(key, True):
+            raise UnsupportedModelError(f"{settings.path}: {key} false is not supported")
+
+
+class PixelTable:
+    """Normalised values of the 256 bytes, by channel: ``(byte * rescale_factor - mean) / std``."""
+
+    def __init__(self, settings: TypedMapping, mean: Sequence[float], std: Sequence[float]) -> None:
+        if settings.has("image_mean"):
+            mean = settings.get_numbers("image_mean").tolist()
+        if settings.has("image_std"):
+            std = settings.get_numbers("image_std").tolist()
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ModelLoadError(f"{settings.path}: image_mean and image_std must be of 3 channels")
+        scaled = np.arange(256) * settings.get_float("rescale_factor", 1 / 255)
+        values = scaled.astype(np.float32)[None] - np.array(mean, np.float32)[:, None]
+        self._values = np.asarray(values / np.array(std, np.float32)[:, None], np.float32)
+
+    def patches(
+        self, tile: npt.NDArray[np.uint8], patch_size: int, group_side: int
+    ) -> npt.NDArray[np.float32]:
+        """Normalised patches of a tile, in groups.
+
+        Args:
+            tile: ``[height, width, 3]``; rows and columns beyond the last whole group are left out.
+            patch_size: pixels.
+            group_side: patches on a side of a group.
+
+        Returns:
+            ``[num_patches, 3 * patch_size ** 2]``.
+        """
+        block = patch_size * group_side
+        rows, columns = tile.shape[0] // block, tile.shape[1] // block
+        cut = tile[: rows * block, : columns * block]
+        values = np.stack([self._values[c][cut[:, :, c]] for c in range(3)])
+        split = values.reshape(3, rows, group_side, patch_size, columns, group_side, patch_size)
+        ordered = split.transpose(1, 4, 2, 5, 0, 3, 6)
+        return np.ascontiguousarray(ordered).reshape(-1, 3 * patch_size**2)
+
+
+def check_channels(settings: TypedMapping, hparams: VisionHParams) -> None:
+    """Refuse a tower that is not for red, green and blue."""
+    if hparams.num_channels != 3:
+        raise UnsupportedModelError(
+            f"{settings.path}: an image encoder of {hparams.num_channels} channels is not supported"
+        )

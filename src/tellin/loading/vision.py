@@ -1,0 +1,167 @@
+"""`VisionSource`: the image encoder of a model folder, its tensors under canonical names.
+
+The text half of the same folder is opened by `open_model`; either may be opened without the other.
+Weights are views of the files, except a position table that the class row was added to.
+
+Canonical names are the text models' where there is one; ``patch_embed.{weight,bias}`` and
+``pre_layernorm`` stand before the layers, ``projector_1`` and ``projector_2`` after them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tellin.exceptions import ModelLoadError
+from tellin.loading.dequantize import dequantize
+from tellin.loading.hf_hparams import hparams_from_config
+from tellin.loading.json_file import read_json_object
+from tellin.loading.model_source import WeightFile, locate_model
+from tellin.loading.names import is_vision_hf_name
+from tellin.loading.safetensors import open_safetensors
+from tellin.loading.tensors import ModelHParams, QuantType, TensorRef
+from tellin.loading.vision_hparams import VisionHParams, vision_hparams
+
+_PREFIX = re.compile(
+    r"(model\.)?(vision_model|vision_tower(\.vision_model)?|connector|multi_modal_projector)\."
+)
+_NAMES = (
+    (re.compile(r"embeddings\.patch_embedding\."), "patch_embed."),
+    (re.compile(r"embeddings\.position_embedding\."), "embed_positions."),
+    (re.compile(r"embeddings\.class_embedding\Z"), "class_embedding"),
+    (re.compile(r"pre_layrnorm\."), "pre_layernorm."),
+    (re.compile(r"post_layernorm\."), "norm."),
+    (re.compile(r"encoder\.layers\.(\d+)\.layer_norm1\."), r"layers.\1.input_layernorm."),
+    (re.compile(r"encoder\.layers\.(\d+)\.layer_norm2\."), r"layers.\1.post_attention_layernorm."),
+    (re.compile(r"encoder\.layers\.(\d+)\.self_attn\.out_proj\."), r"layers.\1.self_attn.o_proj."),
+    (re.compile(r"encoder\.layers\.(\d+)\.mlp\.fc1\."), r"layers.\1.mlp.up_proj."),
+    (re.compile(r"encoder\.layers\.(\d+)\.mlp\.fc2\."), r"layers.\1.mlp.down_proj."),
+    (re.compile(r"encoder\.layers\."), "layers."),
+    (re.compile(r"modality_projection\.proj\."), "projector_1."),
+    (re.compile(r"linear_([12])\."), r"projector_\1."),
+)
+
+
+@dataclass(frozen=True)
+class EncoderPart:
+    """The tower, or the projector: what recording a plan needs of a model."""
+
+    path: Path
+    hparams: ModelHParams
+    tensors: Mapping[str, TensorRef]
+
+
+class VisionSource:
+    """An opened image encoder: ``hparams``, and ``tower`` and ``projector`` to record plans from.
+
+    `close` lets go of the files; tensors that are still held stay valid.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        hparams: VisionHParams,
+        tensors: Mapping[str, TensorRef],
+        files: Sequence[WeightFile],
+    ) -> None:
+        self.path = path
+        self.hparams = hparams
+        is_projector = re.compile(r"projector_\d\.")
+        tower = {k: v for k, v in tensors.items() if not is_projector.match(k)}
+        projector = {k: v for k, v in tensors.items() if is_projector.match(k)}
+        self.tower = EncoderPart(path, hparams.tower, self._prepared(tower))
+        self.projector = EncoderPart(path, hparams.tower, projector)
+        self._files = tuple(files)
+
+    def release_pages(self) -> None:
+        """Let the system drop the files' pages from this process."""
+        for file in self._files:
+            file.release_pages()
+
+    def close(self) -> None:
+        """Let go of the files. Idempotent."""
+        for file in self._files:
+            file.close()
+        self._files = ()
+
+    def _prepared(self, tensors: dict[str, TensorRef]) -> dict[str, TensorRef]:
+        """Convolutions over patches as matrices; the class row as part of the position table."""
+        patches = self._need(tensors, "patch_embed.weight")
+        hp = self.hparams
+        if patches.shape[0] * hp.patch_dim != patches.num_elements:
+            raise ModelLoadError(
+                f"{self.path}: tensor {patches.name!r} has shape {patches.shape}; expected "
+                f"({hp.tower.hidden_size}, {hp.num_channels}, {hp.patch_size}, {hp.patch_size})"
+            )
+        tensors["patch_embed.weight"] = TensorRef(
+            patches.name, (patches.shape[0], hp.patch_dim), patches.quant_type, patches.data
+        )
+        if hp.has_class_row:
+            class_row = self._need(tensors, "class_embedding")
+            del tensors["class_embedding"]
+            table = self._need(tensors, "embed_positions.weight")
+            if table.shape[-1] != class_row.num_elements:
+                raise ModelLoadError(
+                    f"{self.path}: tensor {class_row.name!r} has shape {class_row.shape}; "
+                    f"expected ({table.shape[-1]},)"
+                )
+            # A patch of zeros gives a row of zeros, so row 0 of the table makes the class row.
+            values = np.array(dequantize(table), dtype=np.float32)
+            values[0] += dequantize(class_row).reshape(-1)
+            data = values.reshape(-1).view(np.uint8)
+            tensors["embed_positions.weight"] = TensorRef(
+                table.name, table.shape, QuantType.F32, data
+            )
+        return tensors
+
+    def _need(self, tensors: Mapping[str, TensorRef], name: str) -> TensorRef:
+        if name not in tensors:
+            raise ModelLoadError(f"{self.path}: the image encoder's tensor {name!r} is missing")
+        return tensors[name]
+
+
+def read_vision_hparams(path: Path) -> VisionHParams | None:
+    """Dimensions of a model's image encoder, without opening its weights; None if it has none.
+
+    Raises: as `open_vision`.
+    """
+    path = locate_model(path)
+    if not path.is_dir():
+        return None
+    config = read_json_object(path / "config.json")
+    return vision_hparams(config, hparams_from_config(config))
+
+
+def open_vision(path: Path) -> VisionSource | None:
+    """Open the image encoder of the model at ``path``; None for a text model.
+
+    Raises:
+        ModelNotFoundError: there is nothing at ``path``.
+        ModelLoadError: what is there is damaged.
+        UnsupportedModelError: a variant that does not run here.
+    """
+    folder = locate_model(path)
+    hparams = read_vision_hparams(folder)
+    if hparams is None:
+        return None
+    files = open_safetensors(folder, lambda name: not is_vision_hf_name(name))
+    try:
+        tensors = {
+            _canonical(name): tensor for file in files for name, tensor in file.tensors.items()
+        }
+        return VisionSource(folder, hparams, tensors, files)
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+
+
+def _canonical(name: str) -> str:
+    name = _PREFIX.sub("", name, count=1)
+    for pattern, replacement in _NAMES:
+        name = pattern.sub(replacement, name, count=1)
+    return name
