@@ -293,13 +293,13 @@ void bind_runtime(nb::module_& m) {
       .def(
           "attention",
           [](BoundProgram& p, int q, int k, int v, int out, int layer, int64_t num_heads,
-             int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window, float softcap,
-             bool causal) {
+             int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window, float softcap, bool causal,
+             int sinks) {
             p.program.attention(q, k, v, out, layer, num_heads, num_kv_heads, head_dim, scale, window,
-                                softcap, causal);
+                                softcap, causal, sinks);
           },
           "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
-          "window"_a, "softcap"_a, "causal"_a)
+          "window"_a, "softcap"_a, "causal"_a, "sinks"_a = -1)
       .def(
           "act_mul",
           [](BoundProgram& p, int gate, int up, int out, const std::string& act) {

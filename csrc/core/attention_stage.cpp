@@ -1,11 +1,13 @@
 #include "attention_stage.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace tellin {
 namespace {
 
+constexpr float kLog2E = 1.44269504f;
 // Query rows per item: enough to use an expanded panel of keys and values (128 KiB at head_dim 64, in L2)
 // many times, few enough that a prompt of 512 tokens gives every core work.
 constexpr int64_t kTileRows = 96;
@@ -165,14 +167,15 @@ void AttentionScratch::allocate() {
 // ---- stage
 
 AttentionStage::AttentionStage(const KernelTables& kernels, const AttentionShape& shape, size_t shape_index,
-                               const Buffers& buffers, float scale, float softcap, const KvPool* pool,
-                               int64_t layer, std::vector<AttentionScratch>* scratch)
+                               const Buffers& buffers, float scale, float softcap, const float* sinks,
+                               const KvPool* pool, int64_t layer, std::vector<AttentionScratch>* scratch)
     : kernels_(kernels),
       shape_(shape),
       shape_index_(shape_index),
       buffers_(buffers),
-      scale_(softcap > 0.0f ? scale : scale * 1.44269504f),  // scores in units of log2(e)
+      scale_(softcap > 0.0f ? scale : scale * kLog2E),  // scores in units of log2(e)
       softcap_(softcap),
+      sinks_(sinks),
       pool_(pool),
       layer_(layer),
       scratch_(scratch),
@@ -205,6 +208,7 @@ void AttentionStage::run(int64_t task_index, int member) noexcept {
     }
     if (p > 0) kernels_.attention->fold(rows, shape_.head_dim, states, running);
   }
+  if (sinks_ != nullptr) add_sinks(item, task.kv_head, running);
   write_out(item, task.kv_head, running, scratch);
 }
 
@@ -323,6 +327,16 @@ void AttentionStage::expand_rows(const Item& item, int64_t kv_head, int64_t part
   for (int64_t row = first; row < last; ++row) {
     kernels_.attention->kv_store(panel_layout_, buffers_.k->row(row) + column, buffers_.v->row(row) + column,
                                  row - first, out);
+  }
+}
+
+// A sink takes its share of the weights and adds no value.
+void AttentionStage::add_sinks(const Item& item, int64_t kv_head, float* running) const {
+  const int64_t group = shape_.group();
+  const int64_t stride = shape_.head_dim + kStatePadding;
+  for (int64_t row = 0; row < item.num_tokens * group; ++row) {
+    float* const state = running + row * stride + shape_.head_dim;  // maximum, sum
+    state[1] += std::exp2(sinks_[kv_head * group + row % group] * kLog2E - state[0]);
   }
 }
 

@@ -102,10 +102,11 @@ class AttentionStage final : public Stage {
     const Buffer* v;
     const Buffer* out;
   };
-  // layer: index into the pool's layers, ignored if the shape is not causal.
+  // layer: index into the pool's layers, ignored if the shape is not causal. sinks: [num_heads] scores of a
+  // position without a value that every row sees, or nullptr.
   AttentionStage(const KernelTables& kernels, const AttentionShape& shape, size_t shape_index,
-                 const Buffers& buffers, float scale, float softcap, const KvPool* pool, int64_t layer,
-                 std::vector<AttentionScratch>* scratch);
+                 const Buffers& buffers, float scale, float softcap, const float* sinks, const KvPool* pool,
+                 int64_t layer, std::vector<AttentionScratch>* scratch);
 
   std::string kind() const override { return "attention"; }
   int64_t prepare(const Pass& pass) noexcept override;
@@ -125,6 +126,7 @@ class AttentionStage final : public Stage {
                   AttentionScratch& scratch) const;
   void set_ranges(const Item& item, int64_t partition, AttentionScratch& scratch) const;
   void expand_rows(const Item& item, int64_t kv_head, int64_t partition, int64_t tile, uint8_t* out) const;
+  void add_sinks(const Item& item, int64_t kv_head, float* running) const;
   void write_out(const Item& item, int64_t kv_head, const float* running, AttentionScratch& scratch) const;
 
   const KernelTables kernels_;
@@ -133,6 +135,7 @@ class AttentionStage final : public Stage {
   const Buffers buffers_;
   const float scale_;
   const float softcap_;
+  const float* sinks_;
   const KvPool* pool_;
   const int64_t layer_;
   std::vector<AttentionScratch>* scratch_;

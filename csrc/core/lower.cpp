@@ -339,7 +339,8 @@ void Program::add_linear(Buffer& input, std::vector<LinearPart> parts) {
 }
 
 void Program::attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
-                        int64_t head_dim, float scale, int64_t window, float softcap, bool causal) {
+                        int64_t head_dim, float scale, int64_t window, float softcap, bool causal,
+                        int sinks) {
   require(!state_->finalized, "the program is final");
   Buffer& query = state_->buffer(q);
   Buffer& key = state_->buffer(k);
@@ -382,9 +383,10 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
   }
   for (const Buffer* buffer : {&query, &key, &value}) state_->reads(*buffer);
   state_->wrote(target);
-  auto stage = std::make_unique<AttentionStage>(state_->kernels, shape, state_->shape_index(shape),
-                                                AttentionStage::Buffers{&query, &key, &value, &target}, scale,
-                                                softcap, &pool_, layer, &state_->scratch);
+  auto stage =
+      std::make_unique<AttentionStage>(state_->kernels, shape, state_->shape_index(shape),
+                                       AttentionStage::Buffers{&query, &key, &value, &target}, scale, softcap,
+                                       state_->vector(sinks, num_heads), &pool_, layer, &state_->scratch);
   state_->unread.emplace_back(&target, stage.get());
   state_->stages.push_back({std::move(stage), RowKind::kTokens});
 }

@@ -40,6 +40,7 @@ class AttentionCase:
     causal: bool = True
     scale: float = 0.3
     seed: int = 0
+    sinks: bool = False
     tables: dict[str, np.ndarray] = field(default_factory=dict)
 
     def table(self, name: str) -> np.ndarray:
@@ -50,6 +51,11 @@ class AttentionCase:
             values = random.standard_normal((self.vocab_size, heads * self.head_dim))
             self.tables[name] = values.astype(np.float32)
         return self.tables[name]
+
+    def sink_scores(self) -> np.ndarray:
+        """Float32 ``[num_heads]``: far below, among and far above what scores come to."""
+        heads = self.num_kv_heads * self.group
+        return np.linspace(-30, 60, heads, dtype=np.float32)
 
     def plan(self) -> ir.Plan:
         widths = {name: self.table(name).shape[1] for name in "qkv"}
@@ -72,6 +78,7 @@ class AttentionCase:
                 sliding_window=self.window,
                 softcap=self.softcap,
                 causal=self.causal,
+                sinks=float_tensor("sinks", self.sink_scores()) if self.sinks else None,
             )
         )
         layers = (ir.KVCacheLayer(self.num_kv_heads, self.head_dim, self.window),)
@@ -108,8 +115,13 @@ class AttentionCase:
             if self.window is not None:
                 hidden |= distance >= self.window
             scores = np.where(hidden, -np.inf, scores)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        if self.sinks:
+            sinks = self.sink_scores().reshape(self.num_kv_heads, self.group, 1, 1)
+            total += np.exp(sinks.astype(np.float64) - top)
+        weights /= total
         return np.einsum("hgqk,khd->qhgd", weights, v).reshape(n, -1)
 
 

@@ -43,6 +43,7 @@ CASES = {
     "window1": AttentionCase(group=2, head_dim=32, window=1),
     "window600": AttentionCase(group=2, head_dim=32, window=600),
     "softcap": AttentionCase(group=2, head_dim=64, softcap=2.5, scale=1.0),
+    "sinks": AttentionCase(group=4, head_dim=64, window=100, sinks=True),
     "sharp": AttentionCase(group=2, head_dim=64, scale=20.0),
 }
 
@@ -67,7 +68,7 @@ def test_prefill_and_decode_match_float64(isa: str, kv_dtype: str, name: str) ->
 
 @pytest.mark.parametrize("isa", VARIANTS)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("name", ["group3", "window", "softcap", "head24", "head256"])
+@pytest.mark.parametrize("name", ["group3", "window", "softcap", "sinks", "head24", "head256"])
 def test_chunks_do_not_change_bits(isa: str, kv_dtype: str, name: str) -> None:
     if isa == "portable" and name == "head256":
         return  # slow, and nothing in the portable loops depends on the width beyond head24

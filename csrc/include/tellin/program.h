@@ -106,8 +106,9 @@ class Program {
   // first output's site; the others follow.
   int lora(int x, const std::vector<int>& outs, int64_t max_rank);
   void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved);
+  // sinks: vector id of num_heads scores that take part in the softmax without a value, -1 = none.
   void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
-                 int64_t head_dim, float scale, int64_t window, float softcap, bool causal);
+                 int64_t head_dim, float scale, int64_t window, float softcap, bool causal, int sinks);
   void act_mul(int gate, int up, int out, Activation act);
   void activation(int x, int out, Activation act);
   void add(int x, int y, int out);

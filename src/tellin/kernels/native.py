@@ -488,6 +488,7 @@ class _Compiler:
             op.sliding_window or 0,
             op.softcap or 0.0,
             op.causal,
+            self._vector(op, op.sinks),
         )
 
     def _act_mul(self, op: ir.ActMul) -> None:

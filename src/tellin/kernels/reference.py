@@ -257,6 +257,9 @@ class ReferenceBackend:
         k = self._get(op.k).reshape(num_tokens, op.num_kv_heads, op.head_dim)
         v = self._get(op.v).reshape(num_tokens, op.num_kv_heads, op.head_dim)
         out = np.empty(q.shape, dtype=np.float32)
+        sinks = None
+        if op.sinks is not None:
+            sinks = self._weights[op.sinks].reshape(op.num_kv_heads, -1)
         if op.causal:
             self._write_cache(op.layer, k, v)
         starts = batch.query_start_loc.tolist()
@@ -270,7 +273,11 @@ class ReferenceBackend:
                 begin = 0 if op.sliding_window is None else max(0, end - op.sliding_window)
                 for head in range(op.num_kv_heads):
                     out[t, head] = _attend(
-                        q[t, head], keys[head, begin:end], values[head, begin:end], op
+                        q[t, head],
+                        keys[head, begin:end],
+                        values[head, begin:end],
+                        op,
+                        None if sinks is None else sinks[head],
                     )
         self._set(op.out, out.reshape(num_tokens, -1))
 
@@ -332,16 +339,23 @@ def _route(logits: Floats, top_k: int, normalize: bool) -> tuple[npt.NDArray[np.
     return chosen, exps[chosen] / total
 
 
-def _attend(q: Floats, keys: Floats, values: Floats, op: ir.Attention) -> Floats:
+def _attend(
+    q: Floats, keys: Floats, values: Floats, op: ir.Attention, sinks: Floats | None
+) -> Floats:
     """Attention of one token's query heads that share a kv head.
 
-    q ``[group, head_dim]``, keys and values ``[num_keys, head_dim]`` -> ``[group, head_dim]``.
+    q ``[group, head_dim]``, keys and values ``[num_keys, head_dim]``, sinks ``[group]`` ->
+    ``[group, head_dim]``.
     """
     scores = (q @ keys.T) * np.float32(op.scale)
     if op.softcap is not None:
         scores = _softcap(scores, op.softcap)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    weights /= weights.sum(axis=-1, keepdims=True)
+    top = scores.max(axis=-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)
+    if sinks is not None:
+        total += np.exp(sinks[:, None] - top)
+    weights /= total
     return np.asarray(weights @ values)
 
 

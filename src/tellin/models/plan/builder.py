@@ -201,8 +201,12 @@ class PlanBuilder:
         name: str,
         sliding_window: int | None = None,
         causal: bool = True,
+        has_sinks: bool = False,
     ) -> Buffer:
-        """Attention over the request's KV cache; a causal one adds a layer to the cache."""
+        """Attention over the request's KV cache; a causal one adds a layer to the cache.
+
+        ``has_sinks``: the model has a score ``{name}.sinks.weight`` per head.
+        """
         hp = self.hparams
         for x, count, what in (
             (q, hp.num_attention_heads, "num_attention_heads"),
@@ -228,10 +232,12 @@ class PlanBuilder:
             )
         out = self._buffer(q.width, Rows.TOKENS, name)
         scale = hp.head_dim**-0.5 if hp.attention_scale is None else hp.attention_scale
+        heads = hp.num_attention_heads
+        sinks = self._vector(f"{name}.sinks.weight", heads) if has_sinks else None
         self._ops.append(
             ir.Attention(
-                q, k, v, out, layer, hp.num_attention_heads, hp.num_key_value_heads, hp.head_dim,
-                scale, sliding_window, hp.attn_logit_softcapping, causal,
+                q, k, v, out, layer, heads, hp.num_key_value_heads, hp.head_dim,
+                scale, sliding_window, hp.attn_logit_softcapping, causal, sinks,
             )
         )  # fmt: skip
         return out

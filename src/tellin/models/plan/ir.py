@@ -262,7 +262,9 @@ class Attention(Op):
     ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query head h uses
     kv head ``h // (num_heads / num_kv_heads)``. Scores are q.k * scale; with ``softcap`` c they
     become c * tanh(score / c). ``causal=False``: every query sees the whole request, which must be
-    scheduled in one step; the cache is neither written nor read, and ``layer`` is -1.
+    scheduled in one step; the cache is neither written nor read, and ``layer`` is -1. ``sinks``
+    ``(num_heads,)``: one more score per head in the softmax's denominator, that of a position
+    without a value. Source of sinks: OpenAI 2025 (gpt-oss model card), section 2.
     """
 
     q: Buffer
@@ -277,6 +279,7 @@ class Attention(Op):
     sliding_window: int | None = None
     softcap: float | None = None
     causal: bool = True
+    sinks: TensorRef | None = None
 
 
 @dataclass(frozen=True)

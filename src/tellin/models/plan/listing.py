@@ -220,6 +220,8 @@ def _attention(op: ir.Attention) -> str:
         mask += f", window {op.sliding_window}"
     if op.softcap is not None:
         mask += f", softcap {op.softcap:g}"
+    if op.sinks is not None:
+        mask += ", sinks"
     operands = ", ".join(map(_name, (op.q, op.k, op.v)))
     return f"attend({operands}) {op.num_heads}/{op.num_kv_heads} heads, {mask}"
 
