@@ -18,7 +18,10 @@ import numpy as np
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
+    GRANITE_FAMILY,
+    NORMALIZES_EXPERTS,
     SUPPORTED_ARCHITECTURES,
+    WITH_EXPERTS,
     check_hparams,
     embedding_scale,
     global_layer_pattern,
@@ -30,6 +33,14 @@ from tellin.loading.typed_mapping import TypedMapping
 _GELU_TANH = frozenset(GEMMA_FAMILY)
 _SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
 _SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6}
+_INTERLEAVED = ("granite", "granitemoe", "llama", "mistral")
+"""Families whose converter permutes the rows of q and k, so that rotated pairs are neighbours."""
+_EXPERT_VARIANTS = {
+    "expert_gating_func": (0.0, 1.0),  # softmax; 2 is sigmoid
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_group_count": (0.0, 1.0),
+}
+"""Keys of mixtures and the values whose meaning is what the plan does."""
 _27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 """The one size per family that scales q·k by hidden_size / num_heads instead of head_dim."""
 
@@ -75,10 +86,14 @@ class _Reader:
         self._refuse_variants()
         head_dim = self._head_dim()
         window = self._int("attention.sliding_window", 0) or None
+        num_experts = self._num_experts()
+        inner = self._uniform_int("feed_forward_length")
+        is_granite = self.architecture in GRANITE_FAMILY
+        scale = embedding_scale(self.architecture, self.hidden_size)
         return ModelHParams(
-            architecture=self.architecture,
+            architecture="mixtral" if self._is_mixtral() else self.architecture,
             hidden_size=self.hidden_size,
-            intermediate_size=self._uniform_int("feed_forward_length"),
+            intermediate_size=inner,
             num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads,
             num_key_value_heads=self._uniform_int("attention.head_count_kv", self.num_heads),
@@ -94,15 +109,21 @@ class _Reader:
                 else None
             ),
             rope_dim=self._int("rope.dimension_count", head_dim),
-            rope_interleaved=self.architecture in ("llama", "mistral"),
+            rope_interleaved=self.architecture in _INTERLEAVED,
             rope_scaling=self._rope_scaling(),
             tie_word_embeddings="output.weight" not in self.tensors,
             attention_scale=self._attention_scale(),
-            embedding_scale=embedding_scale(self.architecture, self.hidden_size),
+            embedding_scale=self._scale("embedding_scale") if is_granite else scale,
             sliding_window=window,
             sliding_window_pattern=self._sliding_window_pattern() if window else None,
             attn_logit_softcapping=self._softcap("attn_logit_softcapping", 0),
             final_logit_softcapping=self._softcap("final_logit_softcapping", 1),
+            num_experts=num_experts,
+            num_experts_per_tok=self._int("expert_used_count") if num_experts else 0,
+            moe_intermediate_size=self._int("expert_feed_forward_length", inner),
+            norm_topk_prob=self._bool("expert_weights_norm", self._normalizes_experts()),
+            residual_scale=self._scale("residual_scale") if is_granite else 1.0,
+            logit_scale=1 / self._scale("logit_scale") if is_granite else 1.0,
         )
 
     def bert(self) -> ModelHParams:
@@ -123,12 +144,37 @@ class _Reader:
             mlp_bias=True,
         )
 
-    def _refuse_variants(self) -> None:
+    def _is_mixtral(self) -> bool:
+        """Mixtral's files call themselves llama."""
+        return self.architecture == "llama" and self._int("expert_count", 0) > 0
+
+    def _normalizes_experts(self) -> bool:
+        """What files mean that do not say: only Qwen2-MoE and OLMoE keep the weights as they are."""
+        return self._is_mixtral() or self.architecture in (*NORMALIZES_EXPERTS, "qwen3moe")
+
+    def _num_experts(self) -> int:
         num_experts = self._int("expert_count", 0)
-        if num_experts > 0:
+        if num_experts < 1 and self.architecture not in WITH_EXPERTS:
+            return 0
+        if not self._is_mixtral() and self.architecture not in WITH_EXPERTS:
             raise UnsupportedModelError(
-                f"{self.path}: is a mixture of {num_experts} experts, which is not supported"
+                f"{self.path}: is a mixture of {num_experts} experts, which is not supported for "
+                f"architecture {self.architecture!r}; it is for llama, {', '.join(WITH_EXPERTS)}"
             )
+        for key, allowed in _EXPERT_VARIANTS.items():
+            value = self._float(key, allowed[0])
+            if value not in allowed:
+                raise UnsupportedModelError(
+                    f"{self.path}: {self.architecture}.{key} is {value:g}, which is not supported; "
+                    f"supported are {' and '.join(f'{one:g}' for one in allowed)}"
+                )
+        return num_experts
+
+    def _scale(self, key: str) -> float:
+        """A factor; files write 0 for none."""
+        return self._float(key, 1.0) or 1.0
+
+    def _refuse_variants(self) -> None:
         if not self._bool("use_parallel_residual", False):
             return
         raise UnsupportedModelError(f"{self.path}: parallel residuals are not supported")

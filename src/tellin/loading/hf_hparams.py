@@ -14,6 +14,9 @@ from typing import Any
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
+    GRANITE_FAMILY,
+    NORMALIZES_EXPERTS,
+    WITH_EXPERTS,
     check_hparams,
     embedding_scale,
     global_layer_pattern,
@@ -29,11 +32,17 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
     "llama": "llama",
     "mistral": "mistral",
+    "mixtral": "mixtral",
+    "olmoe": "olmoe",
     "phi3": "phi3",
     "qwen2": "qwen2",
+    "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
 }
 """``model_type`` to architecture."""
 
@@ -68,10 +77,38 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "vocab_size": 262_208,
     },
+    "granite": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    "granitemoe": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "num_experts": 8},
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8},
+    "mixtral": {
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+    "olmoe": {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
     "qwen2": {"rms_norm_eps": 1e-6},
+    "qwen2moe": {
+        "rms_norm_eps": 1e-6,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
+    },
     "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
+    "qwen3moe": {
+        "rms_norm_eps": 1e-6,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    },
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
 }
 _NESTED_LLAMA = {
@@ -82,6 +119,14 @@ _NESTED_LLAMA = {
     "vocab_size": 32_000,
 }
 """What a text model inside of another one leaves out: Llama's own configuration names it."""
+_EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
+    "clip_qkv": (None,),
+    "n_group": (1, 0),
+    "qkv_bias": (True,),
+    "routed_scaling_factor": (1, 1.0),
+    "scoring_func": ("softmax",),
+}
+"""Keys of mixtures and the values whose meaning is what the plan does."""
 _SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6}
 
 
@@ -166,6 +211,13 @@ class _Reader:
         window = self._sliding_window()
         scaling = self._rope_scaling()
         scalar = config.get_float("query_pre_attn_scalar", 0.0)
+        attention_scale = scalar**-0.5 if scalar > 0 else None
+        scale = embedding_scale(self.architecture, self.hidden_size)
+        num_experts = self._num_experts()
+        is_granite = self.architecture in GRANITE_FAMILY
+        if is_granite:
+            scale = config.get_float("embedding_multiplier", 1.0)
+            attention_scale = config.get_float("attention_multiplier", 1.0)
         return ModelHParams(
             architecture=self.architecture,
             hidden_size=self.hidden_size,
@@ -185,13 +237,22 @@ class _Reader:
             tie_word_embeddings=config.get_bool("tie_word_embeddings", is_gemma),
             attention_bias=config.get_bool("attention_bias", False),
             mlp_bias=config.get_bool("mlp_bias", False),
-            attention_scale=scalar**-0.5 if scalar > 0 else None,
-            embedding_scale=embedding_scale(self.architecture, self.hidden_size),
+            attention_scale=attention_scale,
+            embedding_scale=scale,
             sliding_window=window,
             sliding_window_pattern=self._sliding_window_pattern() if window else None,
             norm_weight_offset=1.0 if is_gemma else 0.0,
             attn_logit_softcapping=config.get_float("attn_logit_softcapping", 0.0) or None,
             final_logit_softcapping=config.get_float("final_logit_softcapping", 0.0) or None,
+            num_experts=num_experts,
+            num_experts_per_tok=config.get_int("num_experts_per_tok", 2) if num_experts else 0,
+            moe_intermediate_size=config.get_int(
+                "moe_intermediate_size", config.get_int("intermediate_size")
+            ),
+            norm_topk_prob=self.architecture in NORMALIZES_EXPERTS
+            or config.get_bool("norm_topk_prob", False),
+            residual_scale=config.get_float("residual_multiplier", 1.0) if is_granite else 1.0,
+            logit_scale=self._logit_scale() if is_granite else 1.0,
         )
 
     def bert(self) -> ModelHParams:
@@ -221,6 +282,23 @@ class _Reader:
             attention_bias=True,
             mlp_bias=True,
         )
+
+    def _num_experts(self) -> int:
+        config = self.config
+        if self.architecture not in WITH_EXPERTS:
+            return 0
+        for key, supported in _EXPERT_VARIANTS.items():
+            if config.has(key) and config[key] not in supported:
+                raise UnsupportedModelError(
+                    f"{self.path}: {key!r} is {config[key]!r}, which is not supported for "
+                    f"{self.architecture!r}; supported is {supported[0]!r}"
+                )
+        # Configurations of one family spell it either way.
+        return config.get_int("num_local_experts", config.get_int("num_experts"))
+
+    def _logit_scale(self) -> float:
+        divisor = self.config.get_float("logits_scaling", 1.0)
+        return 1 / divisor if divisor else math.inf
 
     def _activation(self, default: str = "silu") -> str:
         if self.architecture in GEMMA_FAMILY:
@@ -288,13 +366,16 @@ class _Reader:
 
     def _sliding_window(self) -> int | None:
         config = self.config
-        if self.architecture in ("qwen2", "qwen3"):
+        if self.architecture in ("qwen2", "qwen2moe", "qwen3", "qwen3moe"):
             if not config.get_bool("use_sliding_window", False):
                 return None
-            if config.get_int("max_window_layers", 0) >= self.num_layers:
+            if (
+                self.architecture not in WITH_EXPERTS
+                and config.get_int("max_window_layers", 0) >= self.num_layers
+            ):
                 return None
             raise UnsupportedModelError(f"{self.path}: 'use_sliding_window' is not supported")
-        if self.architecture in ("llama", "gemma"):
+        if self.architecture in ("llama", "gemma", "olmoe", *GRANITE_FAMILY):
             return None
         return config.get_int("sliding_window", 0) or None
 

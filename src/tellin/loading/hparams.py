@@ -18,16 +18,29 @@ SUPPORTED_ARCHITECTURES = (
     "gemma",
     "gemma2",
     "gemma3",
+    "granite",
+    "granitemoe",
     "llama",
     "mistral",
+    "mixtral",
+    "olmoe",
     "phi3",
     "qwen2",
+    "qwen2moe",
     "qwen3",
+    "qwen3moe",
 )
-"""Names as users know them; GGUF files of Mistral models call themselves llama."""
+"""Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
 
 GEMMA_FAMILY = ("gemma", "gemma2", "gemma3")
+GRANITE_FAMILY = ("granite", "granitemoe")
 NORMS_AFTER_BLOCKS = ("gemma2", "gemma3")
+WITH_EXPERTS = ("granitemoe", "mixtral", "olmoe", "qwen2moe", "qwen3moe")
+"""Mixtures of experts."""
+NORMALIZES_EXPERTS = ("granitemoe", "mixtral")
+"""Mixtures that always divide the weights of a token's experts by their sum."""
+MAX_EXPERTS = 1024
+MAX_EXPERTS_PER_TOKEN = 32
 
 _MAX_LAYERS = 4096
 _MAX_SIZE = 1 << 24
@@ -91,7 +104,12 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
             f"{path}: {hparams.num_attention_heads} attention heads cannot share "
             f"{hparams.num_key_value_heads} key/value heads evenly"
         )
-    for name in ("norm_eps", "rope_theta", "embedding_scale"):
+    if hparams.num_experts:
+        _check_range(path, "num_experts", hparams.num_experts, 1, MAX_EXPERTS)
+        limit = min(hparams.num_experts, MAX_EXPERTS_PER_TOKEN)
+        _check_range(path, "num_experts_per_tok", hparams.num_experts_per_tok, 1, limit)
+        _check_range(path, "moe_intermediate_size", hparams.moe_intermediate_size, 1, _MAX_SIZE)
+    for name in ("norm_eps", "rope_theta", "embedding_scale", "residual_scale", "logit_scale"):
         _check_positive(path, name, getattr(hparams, name))
     for name in (
         "rope_local_theta",

@@ -12,7 +12,11 @@ tensors that its architecture did not use, so nothing is dropped in silence.
 ``layers.{i}.pre_feedforward_layernorm.weight`` ``layers.{i}.post_feedforward_layernorm.weight``
 ``norm.weight``                                 ``lm_head.weight`` (absent when tied)
 ``embed_positions``, ``embed_token_types``      ``embed_layernorm.{weight,bias}`` (BERT)
+``layers.{i}.mlp.gate.weight`` (router)         ``layers.{i}.mlp.experts.{e}.{gate,up,down}_proj``
+``layers.{i}.mlp.shared_expert_gate.weight``    ``layers.{i}.mlp.shared_expert.{gate,up,down}_proj``
 =============================================== =================================================
+
+Matrices that a file stacks, one expert on the other, become one tensor per expert: views again.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError
-from tellin.loading.hparams import NORMS_AFTER_BLOCKS
+from tellin.loading.hparams import NORMS_AFTER_BLOCKS, WITH_EXPERTS
 from tellin.loading.tensors import ModelHParams, TensorRef
 
 _GGUF_GLOBAL = {
@@ -46,6 +50,15 @@ _GGUF_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _GGUF_LAYER_NORMS_AFTER = {
     "post_attention_norm": "post_attention_layernorm",
@@ -59,6 +72,8 @@ _GGUF_LAYER_BERT = {
 _GGUF_DROPPED = re.compile(r"(.*\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight\Z")
 """Rotary factors: they are in the hyperparameters."""
 _GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+)\.(weight|bias)\Z")
+_GGUF_EXPERT_NAME = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight\Z")
+"""One tensor per expert: the first files of Mixtral."""
 _GGUF_GLOBAL_NAME = re.compile(r"([^.]+)\.(weight|bias)\Z")
 
 _HF_PREFIX = re.compile(
@@ -99,6 +114,20 @@ _HF_BERT = (
     (re.compile(r"LayerNorm\.gamma\Z|layernorm\.gamma\Z"), "layernorm.weight"),
     (re.compile(r"LayerNorm\.beta\Z|layernorm\.beta\Z"), "layernorm.bias"),
 )
+_HF_EXPERTS = (
+    (re.compile(r"\.block_sparse_moe\.router\.layer\.weight\Z"), ".mlp.gate.weight"),
+    (
+        re.compile(r"\.block_sparse_moe\.input_linear\.weight\Z"),
+        ".mlp.experts.gate_up_proj.weight",
+    ),
+    (re.compile(r"\.block_sparse_moe\.output_linear\.weight\Z"), ".mlp.experts.down_proj.weight"),
+    (re.compile(r"\.block_sparse_moe\."), ".mlp."),
+    (re.compile(r"\.experts\.(\d+)\.w1\."), r".experts.\1.gate_proj."),
+    (re.compile(r"\.experts\.(\d+)\.w2\."), r".experts.\1.down_proj."),
+    (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
+    (re.compile(r"\.experts\.(gate_up|down)_proj\Z"), r".experts.\1_proj.weight"),
+)
+_STACKED = re.compile(r"(layers\.\d+\.mlp\.experts)\.((?:gate|up|down|gate_up)_proj\.weight)\Z")
 
 
 def canonical_from_gguf(
@@ -121,6 +150,9 @@ def canonical_from_gguf(
         match = _GGUF_LAYER_NAME.match(name)
         if match and match[2] in layer_names:
             return f"layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
+        match = _GGUF_EXPERT_NAME.match(name)
+        if match:
+            return f"layers.{match[1]}.mlp.experts.{match[3]}.{match[2]}_proj.weight"
         match = _GGUF_GLOBAL_NAME.match(name)
         if match and match[1] in _GGUF_GLOBAL:
             return f"{_GGUF_GLOBAL[match[1]]}.{match[2]}"
@@ -146,6 +178,9 @@ def canonical_hf_name(architecture: str, name: str) -> str:
     if architecture == "bert":
         for pattern, replacement in _HF_BERT:
             name = pattern.sub(replacement, name)
+    elif architecture in WITH_EXPERTS and (".block_sparse_moe." in name or ".experts." in name):
+        for pattern, replacement in _HF_EXPERTS:
+            name = pattern.sub(replacement, name)
     return name
 
 
@@ -170,11 +205,35 @@ def _canonical(
         name = rename(tensor.name)
         if name is None:
             continue
-        for part_name, part in _split_fused(path, hparams, name, tensor):
-            if part_name in named:
-                raise ModelLoadError(f"{path}: two tensors mean {part_name!r}")
-            named[part_name] = TensorRef(part_name, part.shape, part.quant_type, part.data)
+        for expert_name, matrix in _split_stacked(path, hparams, name, tensor):
+            for part_name, part in _split_fused(path, hparams, expert_name, matrix):
+                if part_name in named:
+                    raise ModelLoadError(f"{path}: two tensors mean {part_name!r}")
+                named[part_name] = TensorRef(part_name, part.shape, part.quant_type, part.data)
     return named
+
+
+def _split_stacked(
+    path: Path, hparams: ModelHParams, name: str, tensor: TensorRef
+) -> list[tuple[str, TensorRef]]:
+    """One matrix per expert, of a tensor ``(num_experts, n, k)``; others as they are."""
+    if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
+        row = TensorRef(tensor.name, (1, *tensor.shape), tensor.quant_type, tensor.data)
+        return [(name, row)]
+    match = _STACKED.match(name)
+    if not match or not hparams.num_experts:
+        return [(name, tensor)]
+    if len(tensor.shape) != 3 or tensor.shape[0] != hparams.num_experts:
+        raise ModelLoadError(
+            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}, "
+            f"expected a matrix for each of the {hparams.num_experts} experts"
+        )
+    matrices = []
+    for expert in range(hparams.num_experts):
+        one = _rows(tensor, expert, 1)
+        matrix = TensorRef(tensor.name, tensor.shape[1:], tensor.quant_type, one.data)
+        matrices.append((f"{match[1]}.{expert}.{match[2]}", matrix))
+    return matrices
 
 
 def _split_fused(
@@ -209,7 +268,9 @@ def fused_parts(hparams: ModelHParams, layer: str) -> list[tuple[str, int]]:
             "v_proj": kv_rows,
         }
     elif name == "gate_up_proj":
-        rows = dict.fromkeys(("gate_proj", "up_proj"), hparams.intermediate_size)
+        is_expert = ".experts." in f"{prefix}."
+        width = hparams.moe_intermediate_size if is_expert else hparams.intermediate_size
+        rows = dict.fromkeys(("gate_proj", "up_proj"), width)
     else:
         return []
     return [(f"{prefix}.{part}", count) for part, count in rows.items()]

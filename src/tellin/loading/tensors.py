@@ -142,3 +142,11 @@ class ModelHParams:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     extra: Mapping[str, object] | None = None
+    moe_intermediate_size: int = 0
+    """Width of one expert; ``intermediate_size`` is that of layers without experts."""
+    norm_topk_prob: bool = False
+    """Divide the weights of a token's experts by their sum."""
+    residual_scale: float = 1.0
+    """Factor of what a block adds to the residual stream (Granite)."""
+    logit_scale: float = 1.0
+    """Factor of the logits (Granite: one over ``logits_scaling``)."""

@@ -19,11 +19,17 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "granite": "granite",
+    "granitemoe": "granite",
     "llama": "llama",
     "mistral": "llama",
+    "mixtral": "mixtral",
+    "olmoe": "olmoe",
     "phi3": "llama",
     "qwen2": "qwen2",
+    "qwen2moe": "qwen2moe",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3moe",
 }
 """Architecture name (GGUF ``general.architecture``, Hugging Face ``model_type``) to module name."""
 

@@ -26,6 +26,16 @@ def gated_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     return b.linear(b.act_mul(gate, up), f"{name}.down_proj", bias=bias)
 
 
+def experts_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    """Mixture of gated MLPs: each row goes through those that its router scores highest.
+
+    Source: Shazeer et al. 2017 (sparsely-gated mixtures), section 2.
+    """
+    hp = b.hparams
+    router = b.linear(x, f"{name}.gate", bias=False)
+    return b.experts(x, router, name, top_k=hp.num_experts_per_tok, normalize=hp.norm_topk_prob)
+
+
 def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
     """Final norm and output matrix, for the rows whose logits are wanted; ends the plan.
 
@@ -36,6 +46,8 @@ def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
     if b.pooling:
         return b.finish(hidden, hidden, ignore=UNUSED)
     logits = b.linear(hidden, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
+    if hp.logit_scale != 1:
+        b.scale(logits, hp.logit_scale)
     if hp.final_logit_softcapping is not None:
         b.softcap(logits, hp.final_logit_softcapping)
     return b.finish(logits, hidden, ignore=UNUSED if hp.tie_word_embeddings else ())

@@ -1,0 +1,39 @@
+"""Qwen2-MoE (also Qwen1.5-MoE): Qwen2's attention; experts, and one that every token goes through.
+
+The shared expert's output is multiplied by the sigmoid of a gate of its own, one number per token.
+
+Source: Yang et al. 2024 (Qwen2 technical report), section 2.2.2.
+"""
+
+from __future__ import annotations
+
+from tellin.models.parts import embed_tokens, experts_mlp, gated_mlp, lm_head
+from tellin.models.plan.builder import PlanBuilder
+from tellin.models.plan.ir import Buffer, Plan, RotaryTable
+from tellin.models.rotary import rotary_table
+
+
+def record(b: PlanBuilder) -> Plan:
+    rope = rotary_table(b.hparams, b.max_model_len)
+    x = embed_tokens(b)
+    for i in range(b.hparams.num_hidden_layers):
+        h = b.rms_norm(x, f"layers.{i}.input_layernorm")
+        x = b.add(x, attention(b, h, f"layers.{i}.self_attn", rope))
+        h = b.rms_norm(x, f"layers.{i}.post_attention_layernorm")
+        x = b.add(x, mlp(b, h, f"layers.{i}.mlp"))
+    return lm_head(b, x)
+
+
+def attention(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable) -> Buffer:
+    q = b.rope(b.linear(x, f"{name}.q_proj", bias=True), rope)
+    k = b.rope(b.linear(x, f"{name}.k_proj", bias=True), rope)
+    v = b.linear(x, f"{name}.v_proj", bias=True)
+    return b.linear(b.attention(q, k, v, name=name), f"{name}.o_proj", bias=False)
+
+
+def mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    if b.has(f"{name}.gate_proj.weight"):
+        return gated_mlp(b, x, name)
+    gate = b.linear(x, f"{name}.shared_expert_gate", bias=False)
+    shared = b.gate_rows(gated_mlp(b, x, f"{name}.shared_expert"), gate)
+    return b.add(experts_mlp(b, x, name), shared)
