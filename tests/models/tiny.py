@@ -56,7 +56,7 @@ def _longrope(original: int) -> RopeScaling:
     )
 
 
-CASES: Mapping[str, ModelHParams] = {
+CASES: dict[str, ModelHParams] = {
     "llama": BASE,
     "llama_tied": replace(BASE, tie_word_embeddings=True),
     "llama_biases": replace(BASE, attention_bias=True, mlp_bias=True),
@@ -75,6 +75,14 @@ CASES: Mapping[str, ModelHParams] = {
         attention_scale=24**-0.5,
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
+    ),
+    "granite": replace(
+        BASE,
+        architecture="granite",
+        attention_scale=0.125,
+        embedding_scale=3.0,
+        residual_scale=0.5,
+        logit_scale=2.0,
     ),
     "gemma3": replace(
         GEMMA,
@@ -101,6 +109,45 @@ CASES: Mapping[str, ModelHParams] = {
         max_position_embeddings=40,
     ),
 }
+EXPERTS = replace(
+    BASE,
+    num_experts=5,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+    norm_eps=1e-6,
+)
+EXPERT_CASES: dict[str, ModelHParams] = {
+    "mixtral": replace(EXPERTS, architecture="mixtral", moe_intermediate_size=96, norm_eps=1e-5),
+    "mixtral_window": replace(
+        EXPERTS, architecture="mixtral", moe_intermediate_size=96, sliding_window=8
+    ),
+    "qwen3moe": replace(EXPERTS, architecture="qwen3moe", head_dim=32, num_experts_per_tok=3),
+    "qwen3moe_some_dense": replace(
+        EXPERTS, architecture="qwen3moe", norm_topk_prob=False, attention_bias=True
+    ),
+    "olmoe": replace(
+        EXPERTS,
+        architecture="olmoe",
+        intermediate_size=32,
+        norm_topk_prob=False,
+        num_key_value_heads=4,
+    ),
+    "qwen2moe": replace(EXPERTS, architecture="qwen2moe", norm_topk_prob=False),
+    "granitemoe": replace(
+        EXPERTS,
+        architecture="granitemoe",
+        intermediate_size=32,
+        attention_scale=0.125,
+        embedding_scale=3.0,
+        residual_scale=0.5,
+        logit_scale=2.0,
+    ),
+}
+"""Mixtures of experts."""
+DENSE_LAYERS: Mapping[str, tuple[int, ...]] = {"qwen3moe_some_dense": (0, 2)}
+"""Layers without experts."""
+SHARED_WIDTH = 80
 MAX_MODEL_LEN: Mapping[str, int] = {"phi3_longrope_short": 64}
 
 
@@ -113,17 +160,19 @@ class MemorySource:
     path: Path = Path("tiny")
 
 
-def tensor_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(
+    hp: ModelHParams, dense_layers: tuple[int, ...] = ()
+) -> dict[str, tuple[int, ...]]:
     """Canonical name and shape of every tensor of an architecture."""
-    return _bert_shapes(hp) if hp.architecture == "bert" else _decoder_shapes(hp)
+    return _bert_shapes(hp) if hp.architecture == "bert" else _decoder_shapes(hp, dense_layers)
 
 
 def tiny_arrays(name: str) -> dict[str, np.ndarray]:
     """Float32 weights of a case, by canonical name."""
-    hp = CASES[name]
+    hp = hparams_of(name)
     random = np.random.RandomState(zlib.crc32(name.encode()))
     arrays = {}
-    for tensor, shape in tensor_shapes(hp).items():
+    for tensor, shape in tensor_shapes(hp, DENSE_LAYERS.get(name, ())).items():
         values = random.standard_normal(shape)
         if "norm" in tensor and tensor.endswith(".weight"):
             values = 1 - hp.norm_weight_offset + 0.2 * values
@@ -135,7 +184,12 @@ def tiny_arrays(name: str) -> dict[str, np.ndarray]:
 
 def tiny_source(name: str) -> MemorySource:
     """Case ``name`` as a source of float32 tensors."""
-    return memory_source(CASES[name], tiny_arrays(name))
+    return memory_source(hparams_of(name), tiny_arrays(name))
+
+
+def hparams_of(name: str) -> ModelHParams:
+    """Hyperparameters of a case, dense or with experts."""
+    return CASES[name] if name in CASES else EXPERT_CASES[name]
 
 
 def memory_source(hparams: ModelHParams, arrays: Mapping[str, np.ndarray]) -> MemorySource:
@@ -154,7 +208,7 @@ def tiny_token_ids(num_tokens: int = NUM_TOKENS) -> np.ndarray:
     return np.random.RandomState(7).randint(0, VOCAB_SIZE, num_tokens).astype(np.int32)
 
 
-def _decoder_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
+def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     hidden, inner = hp.hidden_size, hp.intermediate_size
     q, kv = hp.num_attention_heads * hp.head_dim, hp.num_key_value_heads * hp.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (hp.vocab_size, hidden)}
@@ -165,16 +219,17 @@ def _decoder_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
             f"{attention}.k_proj": (kv, hidden),
             f"{attention}.v_proj": (kv, hidden),
             f"{attention}.o_proj": (hidden, q),
-            f"{mlp}.gate_proj": (inner, hidden),
-            f"{mlp}.up_proj": (inner, hidden),
-            f"{mlp}.down_proj": (hidden, inner),
         }
+        if hp.num_experts and i not in dense_layers:
+            linears |= _expert_shapes(hp, mlp)
+        else:
+            linears |= _mlp_shapes(mlp, hidden, inner)
         biased = set()
         if hp.attention_bias:
             biased |= {f"{attention}.{p}_proj" for p in "qkvo"}
         if hp.mlp_bias:
             biased |= {f"{mlp}.{p}_proj" for p in ("gate", "up", "down")}
-        if hp.architecture == "qwen2":
+        if hp.architecture in ("qwen2", "qwen2moe"):
             biased |= {f"{attention}.{p}_proj" for p in "qkv"}
         for name, shape in linears.items():
             shapes[f"{name}.weight"] = shape
@@ -184,11 +239,31 @@ def _decoder_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
         if hp.architecture in ("gemma2", "gemma3"):
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
         shapes |= {f"layers.{i}.{norm}.weight": (hidden,) for norm in norms}
-        if hp.architecture in ("qwen3", "gemma3"):
+        if hp.architecture in ("qwen3", "qwen3moe", "gemma3"):
             shapes |= {f"{attention}.{p}_norm.weight": (hp.head_dim,) for p in "qk"}
+        if hp.architecture == "olmoe":
+            shapes |= {f"{attention}.q_norm.weight": (q,), f"{attention}.k_norm.weight": (kv,)}
     shapes["norm.weight"] = (hidden,)
     if not hp.tie_word_embeddings:
         shapes["lm_head.weight"] = (hp.vocab_size, hidden)
+    return shapes
+
+
+def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.gate_proj": (inner, hidden),
+        f"{name}.up_proj": (inner, hidden),
+        f"{name}.down_proj": (hidden, inner),
+    }
+
+
+def _expert_shapes(hp: ModelHParams, name: str) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.gate": (hp.num_experts, hp.hidden_size)}
+    for e in range(hp.num_experts):
+        shapes |= _mlp_shapes(f"{name}.experts.{e}", hp.hidden_size, hp.moe_intermediate_size)
+    if hp.architecture == "qwen2moe":
+        shapes |= _mlp_shapes(f"{name}.shared_expert", hp.hidden_size, SHARED_WIDTH)
+        shapes[f"{name}.shared_expert_gate"] = (1, hp.hidden_size)
     return shapes
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -60,7 +61,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise unsupported_architecture(metadata.path, architecture)
     reader = _Reader(metadata, architecture, tensors)
-    hparams = reader.bert() if architecture == "bert" else reader.decoder()
+    hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
     return check_hparams(metadata.path, hparams)
 
 
@@ -86,14 +87,12 @@ class _Reader:
         self._refuse_variants()
         head_dim = self._head_dim()
         window = self._int("attention.sliding_window", 0) or None
-        num_experts = self._num_experts()
-        inner = self._uniform_int("feed_forward_length")
         is_granite = self.architecture in GRANITE_FAMILY
         scale = embedding_scale(self.architecture, self.hidden_size)
         return ModelHParams(
-            architecture="mixtral" if self._is_mixtral() else self.architecture,
+            architecture=self.architecture,
             hidden_size=self.hidden_size,
-            intermediate_size=inner,
+            intermediate_size=self._uniform_int("feed_forward_length"),
             num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads,
             num_key_value_heads=self._uniform_int("attention.head_count_kv", self.num_heads),
@@ -118,10 +117,6 @@ class _Reader:
             sliding_window_pattern=self._sliding_window_pattern() if window else None,
             attn_logit_softcapping=self._softcap("attn_logit_softcapping", 0),
             final_logit_softcapping=self._softcap("final_logit_softcapping", 1),
-            num_experts=num_experts,
-            num_experts_per_tok=self._int("expert_used_count") if num_experts else 0,
-            moe_intermediate_size=self._int("expert_feed_forward_length", inner),
-            norm_topk_prob=self._bool("expert_weights_norm", self._normalizes_experts()),
             residual_scale=self._scale("residual_scale") if is_granite else 1.0,
             logit_scale=1 / self._scale("logit_scale") if is_granite else 1.0,
         )
@@ -144,23 +139,19 @@ class _Reader:
             mlp_bias=True,
         )
 
-    def _is_mixtral(self) -> bool:
-        """Mixtral's files call themselves llama."""
-        return self.architecture == "llama" and self._int("expert_count", 0) > 0
-
-    def _normalizes_experts(self) -> bool:
-        """What files mean that do not say: only Qwen2-MoE and OLMoE keep the weights as they are."""
-        return self._is_mixtral() or self.architecture in (*NORMALIZES_EXPERTS, "qwen3moe")
-
-    def _num_experts(self) -> int:
+    def with_experts(self, hparams: ModelHParams) -> ModelHParams:
+        """``hparams`` with what the file says of experts, if it has any."""
         num_experts = self._int("expert_count", 0)
-        if num_experts < 1 and self.architecture not in WITH_EXPERTS:
-            return 0
-        if not self._is_mixtral() and self.architecture not in WITH_EXPERTS:
-            raise UnsupportedModelError(
-                f"{self.path}: is a mixture of {num_experts} experts, which is not supported for "
-                f"architecture {self.architecture!r}; it is for llama, {', '.join(WITH_EXPERTS)}"
-            )
+        architecture = self.architecture
+        if architecture == "llama" and num_experts > 0:
+            architecture = "mixtral"
+        if architecture not in WITH_EXPERTS:
+            if num_experts > 0:
+                raise UnsupportedModelError(
+                    f"{self.path}: is a mixture of {num_experts} experts, which is not supported "
+                    f"for {architecture!r}; it is for llama, {', '.join(WITH_EXPERTS)}"
+                )
+            return hparams
         for key, allowed in _EXPERT_VARIANTS.items():
             value = self._float(key, allowed[0])
             if value not in allowed:
@@ -168,7 +159,18 @@ class _Reader:
                     f"{self.path}: {self.architecture}.{key} is {value:g}, which is not supported; "
                     f"supported are {' and '.join(f'{one:g}' for one in allowed)}"
                 )
-        return num_experts
+        # Qwen2-MoE and OLMoE take the weights as they are; files of the others need not say more.
+        normalizes = architecture in (*NORMALIZES_EXPERTS, "qwen3moe")
+        return replace(
+            hparams,
+            architecture=architecture,
+            num_experts=self._int("expert_count"),
+            num_experts_per_tok=self._int("expert_used_count"),
+            moe_intermediate_size=self._int(
+                "expert_feed_forward_length", hparams.intermediate_size
+            ),
+            norm_topk_prob=self._bool("expert_weights_norm", normalizes),
+        )
 
     def _scale(self, key: str) -> float:
         """A factor; files write 0 for none."""

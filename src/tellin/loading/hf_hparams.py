@@ -9,6 +9,7 @@ Source: the configuration classes' documented fields and defaults (transformers 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
@@ -78,7 +79,12 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 262_208,
     },
     "granite": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    "granitemoe": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "num_experts": 8},
+    "granitemoe": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8},
     "mixtral": {
@@ -156,7 +162,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         **{k: v for k, v in config.items() if v is not None},
     }
     reader = _Reader(TypedMapping(config.path, merged), architecture)
-    hparams = reader.bert() if architecture == "bert" else reader.decoder()
+    hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
     return check_hparams(config.path, hparams)
 
 
@@ -213,7 +219,6 @@ class _Reader:
         scalar = config.get_float("query_pre_attn_scalar", 0.0)
         attention_scale = scalar**-0.5 if scalar > 0 else None
         scale = embedding_scale(self.architecture, self.hidden_size)
-        num_experts = self._num_experts()
         is_granite = self.architecture in GRANITE_FAMILY
         if is_granite:
             scale = config.get_float("embedding_multiplier", 1.0)
@@ -244,13 +249,6 @@ class _Reader:
             norm_weight_offset=1.0 if is_gemma else 0.0,
             attn_logit_softcapping=config.get_float("attn_logit_softcapping", 0.0) or None,
             final_logit_softcapping=config.get_float("final_logit_softcapping", 0.0) or None,
-            num_experts=num_experts,
-            num_experts_per_tok=config.get_int("num_experts_per_tok", 2) if num_experts else 0,
-            moe_intermediate_size=config.get_int(
-                "moe_intermediate_size", config.get_int("intermediate_size")
-            ),
-            norm_topk_prob=self.architecture in NORMALIZES_EXPERTS
-            or config.get_bool("norm_topk_prob", False),
             residual_scale=config.get_float("residual_multiplier", 1.0) if is_granite else 1.0,
             logit_scale=self._logit_scale() if is_granite else 1.0,
         )
@@ -283,10 +281,11 @@ class _Reader:
             mlp_bias=True,
         )
 
-    def _num_experts(self) -> int:
+    def with_experts(self, hparams: ModelHParams) -> ModelHParams:
+        """``hparams`` with what the configuration says of experts, if it is one of a mixture."""
         config = self.config
         if self.architecture not in WITH_EXPERTS:
-            return 0
+            return hparams
         for key, supported in _EXPERT_VARIANTS.items():
             if config.has(key) and config[key] not in supported:
                 raise UnsupportedModelError(
@@ -294,7 +293,17 @@ class _Reader:
                     f"{self.architecture!r}; supported is {supported[0]!r}"
                 )
         # Configurations of one family spell it either way.
-        return config.get_int("num_local_experts", config.get_int("num_experts"))
+        num_experts = config.get_int("num_local_experts", config.get_int("num_experts"))
+        return replace(
+            hparams,
+            num_experts=num_experts,
+            num_experts_per_tok=config.get_int("num_experts_per_tok"),
+            moe_intermediate_size=config.get_int(
+                "moe_intermediate_size", hparams.intermediate_size
+            ),
+            norm_topk_prob=self.architecture in NORMALIZES_EXPERTS
+            or config.get_bool("norm_topk_prob", False),
+        )
 
     def _logit_scale(self) -> float:
         divisor = self.config.get_float("logits_scaling", 1.0)

@@ -18,7 +18,14 @@ import torch
 import transformers
 
 from tellin.loading.tensors import ModelHParams
-from tests.models.tiny import CASES, tiny_arrays, tiny_token_ids
+from tests.models.tiny import (
+    CASES,
+    DENSE_LAYERS,
+    EXPERT_CASES,
+    SHARED_WIDTH,
+    tiny_arrays,
+    tiny_token_ids,
+)
 
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
@@ -29,6 +36,12 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+    "qwen2moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "bert": ("BertConfig", "BertModel"),
 }
 ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
@@ -74,7 +87,24 @@ def rope_parameters(hp: ModelHParams) -> dict[str, object]:
     return values
 
 
-def make_config(hp: ModelHParams) -> transformers.PretrainedConfig:
+def expert_values(name: str, hp: ModelHParams) -> dict[str, object]:
+    """What the configurations of mixtures say of experts."""
+    values: dict[str, object] = {"num_experts_per_tok": hp.num_experts_per_tok}
+    if hp.architecture in ("mixtral", "granitemoe"):
+        values["num_local_experts"] = hp.num_experts
+        values["intermediate_size"] = hp.moe_intermediate_size
+    else:
+        values["num_experts"] = hp.num_experts
+        values["norm_topk_prob"] = hp.norm_topk_prob
+    if hp.architecture.startswith("qwen"):
+        values["moe_intermediate_size"] = hp.moe_intermediate_size
+        values["mlp_only_layers"] = list(DENSE_LAYERS.get(name, ()))
+    if hp.architecture == "qwen2moe":
+        values["shared_expert_intermediate_size"] = SHARED_WIDTH
+    return values
+
+
+def make_config(name: str, hp: ModelHParams) -> transformers.PretrainedConfig:
     values: dict[str, object] = {
         "vocab_size": hp.vocab_size,
         "hidden_size": hp.hidden_size,
@@ -97,6 +127,15 @@ def make_config(hp: ModelHParams) -> transformers.PretrainedConfig:
             "attention_bias": hp.attention_bias,
             "rope_parameters": rope_parameters(hp),
             "sliding_window": hp.sliding_window,
+        }
+    if hp.num_experts:
+        values |= expert_values(name, hp)
+    if hp.architecture.startswith("granite"):
+        values |= {
+            "attention_multiplier": hp.attention_scale,
+            "embedding_multiplier": hp.embedding_scale,
+            "residual_multiplier": hp.residual_scale,
+            "logits_scaling": 1 / hp.logit_scale,
         }
     if hp.architecture == "llama":
         values["mlp_bias"] = hp.mlp_bias
@@ -137,11 +176,30 @@ def state_dict(name: str, hp: ModelHParams) -> dict[str, torch.Tensor]:
                 prefix, name = f"model.layers.{i}.{fused}".rsplit(".", 1)
                 matrices = [state.pop(f"{prefix}.{part}.weight") for part in parts]
                 state[f"{prefix}.{name}.weight"] = torch.cat(matrices)
+    for i in range(hp.num_hidden_layers):
+        stack_experts(state, f"model.layers.{i}.mlp", hp)
     return state
 
 
+def stack_experts(state: dict[str, torch.Tensor], mlp: str, hp: ModelHParams) -> None:
+    """Experts as `transformers` holds them in memory: gate over up, one on the other."""
+    if f"{mlp}.gate.weight" not in state:
+        return
+    experts = [f"{mlp}.experts.{e}" for e in range(hp.num_experts)]
+    gate, up, down = (
+        torch.stack([state.pop(f"{expert}.{part}_proj.weight") for expert in experts])
+        for part in ("gate", "up", "down")
+    )
+    module = mlp
+    if hp.architecture == "granitemoe":
+        module = mlp.replace("mlp", "block_sparse_moe")
+        state[f"{module}.router.weight"] = state.pop(f"{mlp}.gate.weight")
+    state[f"{module}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
+    state[f"{module}.experts.down_proj"] = down
+
+
 def run(name: str, hp: ModelHParams) -> dict[str, np.ndarray]:
-    model = getattr(transformers, CLASSES[hp.architecture][1])(make_config(hp)).eval()
+    model = getattr(transformers, CLASSES[hp.architecture][1])(make_config(name, hp)).eval()
     state = state_dict(name, hp)
     missing, unexpected = model.load_state_dict(state, strict=False)
     wrong = [key for key in missing if "pooler" not in key]
@@ -165,7 +223,7 @@ def run(name: str, hp: ModelHParams) -> dict[str, np.ndarray]:
 def main() -> None:
     torch.manual_seed(0)
     stored: dict[str, np.ndarray] = {}
-    for name, hp in CASES.items():
+    for name, hp in (CASES | EXPERT_CASES).items():
         stored |= run(name, hp)
         print(name, stored[name].shape, "std", stored[name].std())
     path = Path("tests/data/tiny_logits.npz")

@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.hparams import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
 from tellin.loading.tensors import ModelHParams, TensorRef
 from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
-MAX_EXPERTS = 1024
-MAX_EXPERTS_PER_TOKEN = 32
 
 
 class WeightSource(Protocol):
