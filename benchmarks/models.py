@@ -1,8 +1,9 @@
 """The models that are measured, and what one of their tokens costs in bytes and multiplications.
 
 Names: a model of tellin's store (``smollm2``, ``gemma3-270m``), ``synthetic-q4_0`` and its like
-(the 1.1 B Llama with random weights that `benchmarks.synthetic` writes into the cache), or a GGUF
-path.
+(the 1.1 B Llama with random weights that `benchmarks.synthetic` writes into the cache),
+``synthetic-moe-q4_0`` and its like (2.6 B weights in 64 experts, of which a token uses 8), or a
+GGUF path.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 SYNTHETIC = "synthetic-"
+SYNTHETIC_MOE = "synthetic-moe-"
 FULL_MODELS = (
     "smollm2",
     "gemma3-270m",
@@ -20,6 +23,7 @@ FULL_MODELS = (
     "synthetic-q4_k_m",
     "synthetic-q8_0",
     "synthetic-f16",
+    "synthetic-moe-q4_0",
 )
 QUICK_MODELS = ("smollm2",)
 UNQUANTISED = {"F32", "F16", "BF16"}
@@ -38,7 +42,7 @@ class BenchModel:
     context_length: int
     weight_bytes_per_token: int
     """Bytes of weights that one decode step has to read: everything, but of an embedding matrix
-    that is not also the output matrix only one row."""
+    that is not also the output matrix only one row, and only the experts that a token uses."""
     macs_per_prefill_token: int
     """Multiply-accumulates of a prompt token: the layers' matrices; the output matrix is needed for
     the last token alone."""
@@ -57,14 +61,17 @@ def open_bench_model(name: str, cache: Path) -> BenchModel:
     try:
         tensors = dict(source.tensors)
         tied = "lm_head.weight" not in tensors
-        weight_bytes = macs = 0
+        hp = source.hparams
+        used = Fraction(hp.num_experts_per_tok, hp.num_experts or 1)
+        weight_bytes = macs = Fraction(0)
         bytes_of_type: Counter[str] = Counter()
         for tensor_name, tensor in tensors.items():
             bytes_of_type[tensor.quant_type.name] += tensor.data.nbytes
+            share = used if ".experts." in tensor_name else 1
             if tensor_name != "embed_tokens.weight" or tied:
-                weight_bytes += tensor.data.nbytes
+                weight_bytes += share * tensor.data.nbytes
             if tensor_name.startswith("layers.") and len(tensor.shape) == 2:
-                macs += math.prod(tensor.shape)
+                macs += share * math.prod(tensor.shape)
         return BenchModel(
             name=path.stem if Path(name).exists() else name,
             path=path,
@@ -72,8 +79,8 @@ def open_bench_model(name: str, cache: Path) -> BenchModel:
             quant_type=bytes_of_type.most_common(1)[0][0],
             vocab_size=tensors["embed_tokens.weight"].shape[0],
             context_length=source.metadata.context_length,
-            weight_bytes_per_token=weight_bytes,
-            macs_per_prefill_token=macs,
+            weight_bytes_per_token=round(weight_bytes),
+            macs_per_prefill_token=round(macs),
         )
     finally:
         source.close()
@@ -81,7 +88,7 @@ def open_bench_model(name: str, cache: Path) -> BenchModel:
 
 def _path_of(name: str, cache: Path) -> Path:
     if name.startswith(SYNTHETIC):
-        from benchmarks.synthetic import ModelShape, write_llama
+        from benchmarks.synthetic import SIZES, ModelShape, write_llama
 
         path = cache / f"{name}.gguf"
         if not path.exists():
@@ -89,7 +96,10 @@ def _path_of(name: str, cache: Path) -> Path:
             partial = path.with_suffix(".partial")
             # 1.1 billion weights: 16 layers, 32 heads of 64, 8 key-value heads, as in Llama 3.2 1B.
             shape = ModelShape(2048, 8192, 16, 32, 8, 32_000, tie_word_embeddings=False)
-            write_llama(partial, shape, name.removeprefix(SYNTHETIC))
+            quant = name.removeprefix(SYNTHETIC)
+            if name.startswith(SYNTHETIC_MOE):
+                shape, quant = SIZES["moe"], name.removeprefix(SYNTHETIC_MOE)
+            write_llama(partial, shape, quant)
             partial.rename(path)
         return path
     if Path(name).exists():

@@ -1,4 +1,6 @@
-"""Writes Llama models with random weights in any size and quantisation, for benchmarks and tests.
+"""Writes models with random weights in any size and quantisation, for benchmarks and tests.
+
+Llama, or Qwen3-MoE where the shape has experts.
 
 Weights are random but sane: blocks are valid, values have mean 0 and a standard deviation that
 keeps activations near 1, so that kernels meet no NaN, no infinity and no denormal. The tokenizer is
@@ -33,7 +35,10 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a Llama model."""
+    """Dimensions of a model: Llama, or Qwen3-MoE if ``num_experts`` is not 0.
+
+    ``intermediate_size`` is the width of one expert then.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -45,6 +50,12 @@ class ModelShape:
     max_position_embeddings: int = 8192
     rope_theta: float = 100_000.0
     tie_word_embeddings: bool = True
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+
+    @property
+    def architecture(self) -> str:
+        return "qwen3moe" if self.num_experts else "llama"
 
 
 SIZES = {
@@ -54,8 +65,18 @@ SIZES = {
     "1b": ModelShape(2048, 8192, 16, 32, 8, 128_256),
     "3b": ModelShape(3072, 8192, 28, 24, 8, 128_256),
     "8b": ModelShape(4096, 14_336, 32, 32, 8, 128_256, tie_word_embeddings=False),
-}
-"""Shapes of SmolLM2 (135m, 360m) and Llama 3 (1b, 3b, 8b), and one that a test can afford."""
+    "tiny-moe": ModelShape(256, 256, 2, 4, 2, 512, num_experts=8, num_experts_per_tok=2),
+    "moe": ModelShape(
+        1024, 512, 24, 16, 4, 32_000, tie_word_embeddings=False, num_experts=64,
+        num_experts_per_tok=8,
+    ),
+    "30b-moe": ModelShape(
+        2048, 768, 48, 32, 4, 151_936, 128, tie_word_embeddings=False, num_experts=128,
+        num_experts_per_tok=8,
+    ),
+}  # fmt: skip
+"""Shapes of SmolLM2 (135m, 360m), Llama 3 (1b, 3b, 8b) and Qwen3-30B-A3B (30b-moe), of a mixture of
+2.6 billion weights of which a token uses 0.4 (moe), and two that a test can afford."""
 
 
 def write_llama(path: Path, shape: ModelShape, quant: str = "q4_0", seed: int = 0) -> Path:
@@ -193,6 +214,15 @@ def _tensors(shape: ModelShape, quant: str) -> Iterator[tuple[str, tuple[int, ..
     ) -> tuple[str, tuple[int, ...], QuantType]:
         return name, (rows, columns), _quant_type(shape, quant, role, layer, columns)
 
+    def mlp(
+        name: str, rows: int, columns: int, role: str, layer: int = 0
+    ) -> tuple[str, tuple[int, ...], QuantType]:
+        """A matrix, or a stack of one per expert."""
+        if not shape.num_experts:
+            return matrix(f"{name}.weight", rows, columns, role, layer)
+        quant_type = _quant_type(shape, quant, role, layer, columns)
+        return f"{name}_exps.weight", (shape.num_experts, rows, columns), quant_type
+
     yield matrix("token_embd.weight", shape.vocab_size, hidden, "embedding")
     for i in range(shape.num_hidden_layers):
         yield f"blk.{i}.attn_norm.weight", (hidden,), QuantType.F32
@@ -201,9 +231,13 @@ def _tensors(shape: ModelShape, quant: str) -> Iterator[tuple[str, tuple[int, ..
         yield matrix(f"blk.{i}.attn_v.weight", kv, hidden, "sensitive", i)
         yield matrix(f"blk.{i}.attn_output.weight", hidden, query, "other")
         yield f"blk.{i}.ffn_norm.weight", (hidden,), QuantType.F32
-        yield matrix(f"blk.{i}.ffn_gate.weight", inner, hidden, "other")
-        yield matrix(f"blk.{i}.ffn_up.weight", inner, hidden, "other")
-        yield matrix(f"blk.{i}.ffn_down.weight", hidden, inner, "sensitive", i)
+        if shape.num_experts:
+            yield f"blk.{i}.attn_q_norm.weight", (head_dim,), QuantType.F32
+            yield f"blk.{i}.attn_k_norm.weight", (head_dim,), QuantType.F32
+            yield f"blk.{i}.ffn_gate_inp.weight", (shape.num_experts, hidden), QuantType.F32
+        yield mlp(f"blk.{i}.ffn_gate", inner, hidden, "other")
+        yield mlp(f"blk.{i}.ffn_up", inner, hidden, "other")
+        yield mlp(f"blk.{i}.ffn_down", hidden, inner, "sensitive", i)
     yield "output_norm.weight", (hidden,), QuantType.F32
     if not shape.tie_word_embeddings:
         yield matrix("output.weight", shape.vocab_size, hidden, "head")
@@ -240,21 +274,30 @@ def _metadata(shape: ModelShape, quant: str) -> dict[str, Any]:
     fillers = shape.vocab_size - len(tokens)
     tokens += [f"filler{i}" for i in range(fillers)]
     types += [1] * fillers
+    own: dict[str, Any] = {
+        "block_count": shape.num_hidden_layers,
+        "context_length": shape.max_position_embeddings,
+        "embedding_length": shape.hidden_size,
+        "feed_forward_length": shape.intermediate_size,
+        "attention.head_count": shape.num_attention_heads,
+        "attention.head_count_kv": shape.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.freq_base": shape.rope_theta,
+        "rope.dimension_count": head_dim,
+        "vocab_size": shape.vocab_size,
+    }
+    if shape.num_experts:
+        own |= {
+            "expert_count": shape.num_experts,
+            "expert_used_count": shape.num_experts_per_tok,
+            "expert_feed_forward_length": shape.intermediate_size,
+        }
     return {
-        "general.architecture": "llama",
+        "general.architecture": shape.architecture,
         "general.name": f"synthetic {quant}",
-        "llama.block_count": shape.num_hidden_layers,
-        "llama.context_length": shape.max_position_embeddings,
-        "llama.embedding_length": shape.hidden_size,
-        "llama.feed_forward_length": shape.intermediate_size,
-        "llama.attention.head_count": shape.num_attention_heads,
-        "llama.attention.head_count_kv": shape.num_key_value_heads,
-        "llama.attention.key_length": head_dim,
-        "llama.attention.value_length": head_dim,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.freq_base": shape.rope_theta,
-        "llama.rope.dimension_count": head_dim,
-        "llama.vocab_size": shape.vocab_size,
+        **{f"{shape.architecture}.{key}": value for key, value in own.items()},
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": tokens,
