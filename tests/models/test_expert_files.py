@@ -1,0 +1,77 @@
+"""Mixtures of experts (and Granite) from files: GGUF, and what `transformers` saves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+
+from tellin.kernels.reference import ReferenceBackend
+from tellin.loading import open_model
+from tellin.loading.tensors import QuantType
+from tellin.models import build_plan
+from tests.models.stepping import logits_of
+from tests.models.tiny import EXPERT_CASES, hparams_of, tiny_arrays, tiny_token_ids
+from tests.models.tiny_files import write_tiny_gguf
+
+NAMES = ["granite", *EXPERT_CASES]
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    with np.load(Path(__file__).parents[1] / "data" / "tiny_logits.npz") as stored:
+        return dict(stored)
+
+
+def reference_logits(path: Path) -> np.ndarray:
+    with open_model(path) as source:
+        return logits_of(ReferenceBackend(build_plan(source)), tiny_token_ids())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gguf_files_give_the_logits_of_transformers(
+    name: str, golden: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """P47: stacked experts, permuted rows, keys that are left out."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", name)
+    np.testing.assert_allclose(reference_logits(path), golden[name], rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("quant_type", [QuantType.Q4_0, QuantType.Q8_0], ids=lambda t: t.name)
+def test_each_expert_of_a_quantised_stack_has_its_own_blocks(
+    quant_type: QuantType, tmp_path: Path
+) -> None:
+    arrays = tiny_arrays("qwen3moe")
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", "qwen3moe", quant_type)
+    with open_model(path) as source:
+        names = [name for name in source.tensors if ".experts." in name]
+        assert len(names) == 3 * 3 * 5
+        for name in names:
+            packed = gguf.quants.quantize(arrays[name], gguf.GGMLQuantizationType(int(quant_type)))
+            tensor = source.tensors[name]
+            np.testing.assert_array_equal(tensor.data, packed.reshape(-1))
+            assert (tensor.shape, tensor.quant_type) == (arrays[name].shape, quant_type)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoints_of_transformers(
+    name: str, golden: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    import transformers
+
+    from tests.data.make.make_tiny_logits import CLASSES, make_config, state_dict
+
+    hp = hparams_of(name)
+    model = getattr(transformers, CLASSES[hp.architecture][1])(make_config(name, hp))
+    model.load_state_dict(state_dict(name, hp))
+    model.save_pretrained(tmp_path)
+    np.testing.assert_allclose(reference_logits(tmp_path), golden[name], rtol=0, atol=5e-5)
+    with open_model(tmp_path) as source:
+        assert source.hparams.num_experts == hp.num_experts
+        assert source.hparams.norm_topk_prob == hp.norm_topk_prob
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["model_type"].replace("_", "") == hp.architecture

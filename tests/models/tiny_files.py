@@ -1,0 +1,136 @@
+"""The tiny models of `tests.models.tiny` as GGUF files, in the way converters write them.
+
+Experts are stacked, the rows of q and k permuted for families that rotate neighbours, and what a
+family's files leave out is left out.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tellin.loading.tensors import ModelHParams, QuantType
+from tests.loading.gguf_writer import RawTensor, write_gguf
+from tests.models.tiny import DENSE_LAYERS, SHARED_WIDTH, hparams_of, tiny_arrays
+
+_GLOBAL = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+_PERMUTED = ("llama", "granite", "granitemoe")
+Arrays = dict[str, np.ndarray]
+
+
+def write_tiny_gguf(path: Path, name: str, quant_type: QuantType = QuantType.F32) -> Path:
+    """Case ``name``; matrices, but for the router, are stored as ``quant_type``."""
+    hp = hparams_of(name)
+    architecture = "llama" if hp.architecture == "mixtral" else hp.architecture
+    arrays = tiny_arrays(name)
+    if architecture in _PERMUTED:
+        arrays = {key: _permuted(key, values, hp) for key, values in arrays.items()}
+    tensors: dict[str, np.ndarray | RawTensor] = {}
+    for key, values in _gguf_arrays(arrays, hp, DENSE_LAYERS.get(name, ())).items():
+        is_matrix = values.ndim > 1 and "gate_inp" not in key
+        tensors[key] = _stored(values, quant_type) if is_matrix else values
+    return write_gguf(path, _metadata(architecture, hp), tensors)
+
+
+def _stored(values: np.ndarray, quant_type: QuantType) -> np.ndarray | RawTensor:
+    if quant_type is QuantType.F32:
+        return values
+    packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType(int(quant_type)))
+    return RawTensor(values.shape, int(quant_type), np.ascontiguousarray(packed).tobytes())
+
+
+def _permuted(key: str, values: np.ndarray, hp: ModelHParams) -> np.ndarray:
+    """Rows of each head from (first half, second half) to pairs of neighbours."""
+    if not key.endswith(("q_proj.weight", "k_proj.weight")):
+        return values
+    halves = values.reshape(-1, 2, hp.head_dim // 2, values.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+
+
+def _gguf_arrays(arrays: Arrays, hp: ModelHParams, dense_layers: tuple[int, ...]) -> Arrays:
+    named: Arrays = {}
+    for key, values in arrays.items():
+        stem, _, kind = key.rpartition(".")
+        if not stem.startswith("layers."):
+            named[f"{_GLOBAL[stem]}.{kind}"] = values
+        elif ".experts." not in stem:
+            _, layer, part = stem.split(".", 2)
+            flat = values[0] if part == "mlp.shared_expert_gate" else values
+            named[f"blk.{layer}.{_LAYER[part]}.{kind}"] = flat
+    if not hp.num_experts:
+        return named
+    for i in range(hp.num_hidden_layers):
+        for part in ("gate", "up", "down") if i not in dense_layers else ():
+            experts = [f"layers.{i}.mlp.experts.{e}.{part}_proj" for e in range(hp.num_experts)]
+            stack = np.stack([arrays[f"{expert}.weight"] for expert in experts])
+            named[f"blk.{i}.ffn_{part}_exps.weight"] = stack
+    return named
+
+
+def _metadata(architecture: str, hp: ModelHParams) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "block_count": hp.num_hidden_layers,
+        "context_length": hp.max_position_embeddings,
+        "embedding_length": hp.hidden_size,
+        "feed_forward_length": hp.intermediate_size,
+        "attention.head_count": hp.num_attention_heads,
+        "attention.head_count_kv": hp.num_key_value_heads,
+        "attention.key_length": hp.head_dim,
+        "attention.value_length": hp.head_dim,
+        "attention.layer_norm_rms_epsilon": hp.norm_eps,
+        "rope.dimension_count": hp.head_dim,
+        "rope.freq_base": hp.rope_theta,
+        "vocab_size": hp.vocab_size,
+    }
+    if hp.num_experts:
+        own |= {"expert_count": hp.num_experts, "expert_used_count": hp.num_experts_per_tok}
+        if architecture.startswith("qwen"):
+            own["expert_feed_forward_length"] = hp.moe_intermediate_size
+        else:
+            own["feed_forward_length"] = hp.moe_intermediate_size
+    if architecture == "qwen2moe":
+        own["expert_shared_feed_forward_length"] = SHARED_WIDTH
+    if architecture == "qwen3moe":
+        own["expert_weights_norm"] = hp.norm_topk_prob
+    if hp.sliding_window:
+        own["attention.sliding_window"] = hp.sliding_window
+    if architecture.startswith("granite"):
+        own |= {
+            "attention.scale": hp.attention_scale,
+            "embedding_scale": hp.embedding_scale,
+            "residual_scale": hp.residual_scale,
+            "logit_scale": 1 / hp.logit_scale,
+        }
+    tokens = [f"<{i}>" for i in range(hp.vocab_size)]
+    return {
+        "general.architecture": architecture,
+        **{f"{architecture}.{key}": value for key, value in own.items()},
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.ones(len(tokens), dtype=np.int32),
+        "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
