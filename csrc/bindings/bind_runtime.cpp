@@ -29,6 +29,7 @@ namespace {
 
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Spans = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>, nb::c_contig>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
@@ -54,7 +55,9 @@ Activation activation_named(const std::string& name) {
   if (name == "gelu") return Activation::kGelu;
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "relu") return Activation::kRelu;
-  throw std::invalid_argument("unknown activation '" + name + "'; known: silu, gelu, gelu_tanh, relu");
+  if (name == "quick_gelu") return Activation::kQuickGelu;
+  throw std::invalid_argument("unknown activation '" + name +
+                              "'; known: silu, gelu, gelu_tanh, quick_gelu, relu");
 }
 
 KvDtype kv_dtype_named(const std::string& name) {
@@ -128,7 +131,8 @@ class BoundProgram {
 
   Rows forward(const Ints& token_ids, const Ints& positions, const Ints& query_start_loc,
                const Ints& seq_lens, const Table& block_table, const Ints& logits_indices,
-               const std::optional<Ints>& adapter_slots) {
+               const std::optional<Ints>& adapter_slots, const std::optional<Floats>& embeds,
+               const std::optional<Ints>& embed_rows) {
     StepInput input;
     input.token_ids = token_ids.data();
     input.positions = positions.data();
@@ -151,6 +155,15 @@ class BoundProgram {
       if (adapter_slots->shape(0) != seq_lens.shape(0)) {
         throw std::invalid_argument("adapter_slots must have as many entries as seq_lens");
       }
+    }
+    if (embeds.has_value()) {
+      input.embeds = embeds->data();
+      input.num_embeds = static_cast<int64_t>(embeds->shape(0));
+      input.embed_width = static_cast<int64_t>(embeds->shape(1));
+      if (!embed_rows.has_value() || embed_rows->shape(0) != embeds->shape(0)) {
+        throw std::invalid_argument("embed_rows must have as many entries as embeds has rows");
+      }
+      input.embed_rows = embed_rows->data();
     }
     if (block_table.shape(0) != seq_lens.shape(0)) {
       throw std::invalid_argument("block_table must have one row per request");
@@ -256,6 +269,8 @@ void bind_runtime(nb::module_& m) {
             return p.program.add_rotary(std::move(inv_freq), factor);
           },
           "inv_freq"_a, "attention_factor"_a)
+      .def(
+          "input", [](BoundProgram& p, int out) { p.program.input(out); }, "out"_a)
       .def("embed", &BoundProgram::embed, "quant_type"_a, "data"_a, "rows"_a, "columns"_a, "out"_a, "scale"_a)
       .def(
           "rms_norm",
@@ -347,7 +362,8 @@ void bind_runtime(nb::module_& m) {
       .def("copy_kv_block", &BoundProgram::copy_kv_block, "source"_a, "target"_a)
       .def("forward", &BoundProgram::forward, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
            "query_start_loc"_a.noconvert(), "seq_lens"_a.noconvert(), "block_table"_a.noconvert(),
-           "logits_indices"_a.noconvert(), "adapter_slots"_a.noconvert() = nb::none())
+           "logits_indices"_a.noconvert(), "adapter_slots"_a.noconvert() = nb::none(),
+           "embeds"_a.noconvert() = nb::none(), "embed_rows"_a.noconvert() = nb::none())
       .def("hidden", &BoundProgram::hidden)
       .def("block_maxima", &BoundProgram::block_maxima)
       .def("set_profile", &BoundProgram::set_profile, "enabled"_a)

@@ -95,6 +95,10 @@ void Program::State::quantize(Buffer& x, ActPrecision precision) {
   append(op, x.rows);
 }
 
+void Program::State::takes_embeds(int64_t width) {
+  embed_width = embed_width == 0 || embed_width == width ? width : -1;
+}
+
 size_t Program::State::shape_index(const AttentionShape& shape) {
   const auto found = std::find(shapes.begin(), shapes.end(), shape);
   if (found != shapes.end()) return static_cast<size_t>(found - shapes.begin());
@@ -116,6 +120,17 @@ void Program::embed(const TensorView& table, int out, float scale) {
   op.factor = scale;
   const int64_t known = state_->num_embeddings;
   state_->num_embeddings = known == 0 ? table.rows : std::min(known, table.rows);
+  state_->takes_embeds(target.width);
+  state_->append(op, target);
+}
+
+void Program::input(int out) {
+  Buffer& target = state_->buffer(out);
+  require_tokens(target);
+  RowOp op = make(RowOp::Kind::kInput);
+  op.out = &target;
+  state_->takes_embeds(target.width);
+  state_->needs_embeds = true;
   state_->append(op, target);
 }
 

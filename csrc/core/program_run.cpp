@@ -63,6 +63,7 @@ void Program::check_step(const StepInput& in) const {
   for (const auto& weight : weights_)
     require(weight->packed_rows == weight->packed.n, "not all weights are packed");
   check_adapters(in);
+  check_embeds(in);
   require(in.num_requests >= 0 && in.num_tokens >= 0 && in.query_start_loc[0] == 0 &&
               in.query_start_loc[in.num_requests] == in.num_tokens,
           "query_start_loc must go from 0 to the number of tokens");
@@ -104,6 +105,22 @@ void Program::check_step(const StepInput& in) const {
               row_text("block_table", r * in.max_blocks + b, block) + "; the cache has " +
                   std::to_string(pool_.num_blocks()) + " blocks");
     }
+  }
+}
+
+void Program::check_embeds(const StepInput& in) const {
+  const State& state = *state_;
+  require(!state.needs_embeds || in.num_embeds == in.num_tokens,
+          "embeds has " + std::to_string(in.num_embeds) +
+              " rows; the plan needs one for each of the step's " + std::to_string(in.num_tokens));
+  if (in.num_embeds == 0) return;
+  require(in.embed_width == state.embed_width,
+          "embeds has rows of " + std::to_string(in.embed_width) + " values; the plan takes " +
+              (state.embed_width > 0 ? std::to_string(state.embed_width) : std::string("none")));
+  for (int64_t i = 0; i < in.num_embeds; ++i) {
+    require(in.embed_rows[i] > (i == 0 ? -1 : in.embed_rows[i - 1]) && in.embed_rows[i] < in.num_tokens,
+            row_text("embed_rows", i, in.embed_rows[i]) + "; rows must ascend and be less than " +
+                std::to_string(in.num_tokens));
   }
 }
 
@@ -227,8 +244,16 @@ class Program::Run final : public ThreadTeam::Job {
         }
       }
     }
+    if (input_.num_embeds > 0) {
+      state_.embed_index.assign(static_cast<size_t>(input_.num_tokens), -1);
+      for (int64_t i = 0; i < input_.num_embeds; ++i) {
+        state_.embed_index[static_cast<size_t>(input_.embed_rows[i])] = static_cast<int32_t>(i);
+      }
+    }
     for (size_t p = 0; p < num_passes_; ++p) {
       Pass& pass = *state_.passes[p];
+      pass.embeds = input_.embeds;
+      pass.embed_index = input_.num_embeds > 0 ? state_.embed_index.data() + pass.first_row : nullptr;
       pass.token_ids = input_.token_ids + pass.first_row;
       pass.positions = input_.positions + pass.first_row;
       pass.slots = state_.slots.data() + (state_.slots.empty() ? 0 : pass.first_row);

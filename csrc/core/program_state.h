@@ -28,6 +28,8 @@ struct Program::State {
   bool logits_before_gather = false;  // a gather follows work on logit rows: stages cannot be reordered
   int64_t vocab_size = 0;
   int64_t num_embeddings = 0;  // least number of rows of any embedding table
+  int64_t embed_width = 0;     // of all embeddings and inputs; -1 = they differ
+  bool needs_embeds = false;   // every row must be given
   int64_t num_positions = -1;  // least number of rows of any position table
 
   std::vector<std::unique_ptr<Buffer>> buffers;  // of the plan, then internal ones
@@ -56,6 +58,7 @@ struct Program::State {
 
   // Of the running step; kept between steps for their memory.
   std::vector<int64_t> slots;
+  std::vector<int32_t> embed_index;
   std::vector<std::unique_ptr<Pass>> passes;
 
   int64_t num_tokens = -1;  // of the last step; -1 = none yet
@@ -84,6 +87,8 @@ struct Program::State {
   // Every operation notes what float values it reads, then what it writes.
   void reads(const Buffer& buffer);
   void wrote(const Buffer& buffer);
+  // Notes that rows of this width can be given.
+  void takes_embeds(int64_t width);
   size_t shape_index(const AttentionShape& shape);
 };
 

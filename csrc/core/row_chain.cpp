@@ -14,6 +14,8 @@ const char* name(RowOp::Kind kind) {
   switch (kind) {
     case RowOp::Kind::kEmbed:
       return "embed";
+    case RowOp::Kind::kInput:
+      return "input";
     case RowOp::Kind::kRmsNorm:
       return "rms_norm";
     case RowOp::Kind::kLayerNorm:
@@ -94,10 +96,13 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
   switch (op.kind) {
     case RowOp::Kind::kEmbed: {
       float* out = op.out->row(row);
+      if (pass_->embed_index != nullptr && pass_->embed_index[row] >= 0) return copy_given(op, row);
       kernels_.linear->dequantize_row(op.table_type, op.table, pass_->token_ids[row], op.out->width, out);
       if (op.factor != 1.0f) k.scale(out, op.factor, op.out->width, out);
       return;
     }
+    case RowOp::Kind::kInput:
+      return copy_given(op, row);
     case RowOp::Kind::kRmsNorm:
       for (int64_t i = 0; i < op.count; ++i) {
         k.rms_norm(op.x->row(row) + i * op.group, op.weight, op.group, op.factor,
@@ -154,6 +159,11 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       return;
     }
   }
+}
+
+void RowChain::copy_given(const RowOp& op, int64_t row) const {
+  const float* given = pass_->embeds + pass_->embed_index[row] * op.out->width;
+  std::memcpy(op.out->row(row), given, static_cast<size_t>(op.out->width) * sizeof(float));
 }
 
 void RowChain::store_kv(const RowOp& op, int64_t row) const {

@@ -12,7 +12,8 @@ namespace tellin {
 // One operation on one row. A tagged struct rather than classes: the chain is walked once per row and step.
 struct RowOp {
   enum class Kind {
-    kEmbed,       // out = table[token] * factor
+    kEmbed,       // out = table[token] * factor, or the row that is given
+    kInput,       // out = the row that is given
     kRmsNorm,     // out = rms_norm(x) * weight, in groups of `group` values
     kLayerNorm,   // out = layer_norm(x) * weight + bias
     kAngles,      // out = cosines and sines of the row's position
@@ -64,6 +65,7 @@ class RowChain final : public Stage {
 
  private:
   void run_op(const RowOp& op, int64_t row) const;
+  void copy_given(const RowOp& op, int64_t row) const;
   void store_kv(const RowOp& op, int64_t row) const;
 
   const KernelTables kernels_;

@@ -71,7 +71,9 @@ struct Pass {
   int64_t num_logits = 0;  // rows of the step; 0 in all passes but the last
   const int32_t* token_ids = nullptr;
   const int32_t* positions = nullptr;
-  const int64_t* slots = nullptr;  // KV slot of each row
+  const int64_t* slots = nullptr;        // KV slot of each row
+  const float* embeds = nullptr;         // of the step: rows that are given
+  const int32_t* embed_index = nullptr;  // which of them each row is, -1 = none; nullptr: no row is given
   std::vector<RequestRows> requests;
   std::vector<Gather> gathers;
   std::vector<std::unique_ptr<AttentionSchedule>> schedules;  // by attention shape

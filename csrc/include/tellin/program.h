@@ -36,6 +36,10 @@ struct StepInput {
   const int32_t* logits_indices = nullptr;  // [num_logits]
   int64_t num_logits = 0;
   const int32_t* adapter_slots = nullptr;  // [num_requests], -1 = no adapter; nullptr = no request has one
+  const float* embeds = nullptr;           // [num_embeds, embed_width], given instead of looked up
+  const int32_t* embed_rows = nullptr;     // [num_embeds], ascending
+  int64_t num_embeds = 0;
+  int64_t embed_width = 0;
 };
 
 // A tensor as it lies in its file: rows of whole blocks. Must stay valid as long as the program for
@@ -98,6 +102,7 @@ class Program {
   int add_rotary(std::vector<double> frequencies, float attention_factor);
 
   void embed(const TensorView& table, int out, float scale);
+  void input(int out);  // rows that the caller gives
   void rms_norm(int x, int weight, int out, float eps, int64_t group);
   void layer_norm(int x, int weight, int bias, int out, float eps);
   void linear(int x, const std::vector<Part>& parts, int residual);
@@ -173,6 +178,7 @@ class Program {
   void add_linear(Buffer& input, std::vector<LinearPart> parts);
   void check_step(const StepInput& input) const;
   void check_adapters(const StepInput& input) const;
+  void check_embeds(const StepInput& input) const;
   void find_lora_rows(const StepInput& input, size_t num_passes);
   RowsView view(int buffer) const;
 

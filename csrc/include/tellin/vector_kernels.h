@@ -11,7 +11,7 @@
 
 namespace tellin {
 
-enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3 };
+enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kQuickGelu = 4 };
 enum class KvDtype : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2, kInt16 = 3 };
 
 constexpr int64_t kTilePositions = 16;  // positions per KV tile: one 512-bit or two 256-bit vectors of scores

@@ -116,6 +116,11 @@ inline V gelu_tanh(V x) {
   return Simd::mul(x, vsigmoid(Simd::mul(Simd::set1(1.5957691216057308f), cubic)));
 }
 
+// x sigmoid(1.702 x). Source: Hendrycks & Gimpel 2016.
+inline V quick_gelu(V x) {
+  return Simd::mul(x, vsigmoid(Simd::mul(Simd::set1(1.702f), x)));
+}
+
 inline V relu(V x) {
   return Simd::max(Simd::zero(), x);
 }
@@ -130,6 +135,8 @@ void activation(Activation act, const float* x, int64_t n, float* out) {
       return map1(x, n, out, gelu_tanh);
     case Activation::kRelu:
       return map1(x, n, out, relu);
+    case Activation::kQuickGelu:
+      return map1(x, n, out, quick_gelu);
   }
 }
 
@@ -143,6 +150,8 @@ void act_mul(Activation act, const float* gate, const float* up, int64_t n, floa
       return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(gelu_tanh(g), u); });
     case Activation::kRelu:
       return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(relu(g), u); });
+    case Activation::kQuickGelu:
+      return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(quick_gelu(g), u); });
   }
 }
 

@@ -30,3 +30,7 @@ class StepBatch:
     """``[L]`` rows whose logits are wanted."""
     adapter_slots: npt.NDArray[np.int32] | None = None
     """``[R]`` slot of each request's LoRA adapter, -1 = none; None = no request has one."""
+    embeds: npt.NDArray[np.float32] | None = None
+    """``[E, width]`` float32: rows that are given instead of looked up."""
+    embed_rows: npt.NDArray[np.int32] | None = None
+    """``[E]`` the step's rows that ``embeds`` stands for, ascending."""

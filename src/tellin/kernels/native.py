@@ -222,6 +222,8 @@ class NativeBackend:
             batch.block_table,
             batch.logits_indices,
             batch.adapter_slots,
+            batch.embeds,
+            batch.embed_rows,
         )
 
     def hidden(self) -> npt.NDArray[np.float32]:
@@ -424,6 +426,9 @@ class _Compiler:
         self.tables.append(op.weight)
         self._call(op, self.program.embed, *_tensor(op.weight), self._buffer(op.out), op.scale)
 
+    def _input(self, op: ir.Input) -> None:
+        self._call(op, self.program.input, self._buffer(op.out))
+
     def _rms_norm(self, op: ir.RmsNorm) -> None:
         weight = self._vector(op, op.weight, op.weight_offset)
         self._call(
@@ -524,6 +529,7 @@ class _Compiler:
 
 _EMIT: dict[type[ir.Op], Callable[[_Compiler, Any], None]] = {
     ir.Embed: _Compiler._embed,
+    ir.Input: _Compiler._input,
     ir.RmsNorm: _Compiler._rms_norm,
     ir.LayerNorm: _Compiler._layer_norm,
     ir.Linear: _Compiler._linear,

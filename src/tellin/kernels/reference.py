@@ -152,8 +152,17 @@ class ReferenceBackend:
     # ---- operations --------------------------------------------------------------------------
 
     def _embed(self, op: ir.Embed) -> None:
-        rows = self._weights[op.weight][self._step().token_ids]
-        self._set(op.out, rows * np.float32(op.scale))
+        batch = self._step()
+        rows = self._weights[op.weight][batch.token_ids] * np.float32(op.scale)
+        if batch.embeds is not None:
+            rows[batch.embed_rows] = batch.embeds
+        self._set(op.out, rows)
+
+    def _input(self, op: ir.Input) -> None:
+        batch = self._step()
+        if batch.embeds is None or batch.embeds.shape != (len(batch.token_ids), op.out.width):
+            raise ValueError(f"the plan needs {op.out.width} values for every row of the step")
+        self._set(op.out, batch.embeds)
 
     def _rms_norm(self, op: ir.RmsNorm) -> None:
         x = self._get(op.x)
@@ -387,6 +396,11 @@ def _gelu_tanh(x: Floats) -> Floats:
     return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)))
 
 
+def _quick_gelu(x: Floats) -> Floats:
+    """Sigmoid approximation of GELU. Source: Hendrycks & Gimpel 2016, section 2."""
+    return np.asarray(x / (1 + np.exp(np.float32(-1.702) * x)))
+
+
 def _relu(x: Floats) -> Floats:
     return np.maximum(x, np.float32(0))
 
@@ -395,11 +409,13 @@ _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "silu": _silu,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
     "relu": _relu,
 }
 
 _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Embed: ReferenceBackend._embed,
+    ir.Input: ReferenceBackend._input,
     ir.RmsNorm: ReferenceBackend._rms_norm,
     ir.LayerNorm: ReferenceBackend._layer_norm,
     ir.Linear: ReferenceBackend._linear,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +74,12 @@ class VisionSource:
         tower = {k: v for k, v in tensors.items() if not is_projector.match(k)}
         projector = {k: v for k, v in tensors.items() if is_projector.match(k)}
         self.tower = EncoderPart(path, hparams.tower, self._prepared(tower))
-        self.projector = EncoderPart(path, hparams.tower, projector)
+        act = hparams.projector_act or hparams.tower.hidden_act
+        self.projector = EncoderPart(
+            path,
+            replace(hparams.tower, hidden_size=hparams.text_hidden_size, hidden_act=act),
+            projector,
+        )
         self._files = tuple(files)
 
     def release_pages(self) -> None:

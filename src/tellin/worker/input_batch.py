@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tellin.logits_processor import BatchUpdate, MoveDirectionality
+from tellin.protocol import MultiModalFeature
 from tellin.sampling_params import PoolingParams, SamplingParams
 from tellin.step_protocol import CachedRequestData, NewRequestData, SchedulerOutput
 
@@ -44,6 +45,7 @@ class RequestState:
     num_blocks: int = 0
     output_token_ids: list[int] = field(default_factory=list)
     error: str | None = None
+    mm_features: list[MultiModalFeature] = field(default_factory=list)
 
 
 class InputBatch:
@@ -165,6 +167,7 @@ class InputBatch:
             data.pooling_params,
             data.rng_key,
             0 if lora is None else lora.lora_int_id,
+            mm_features=data.mm_features or [],
         )
         self.adapter_slots[slot] = -1
         if data.req_id in self.states:  # left over from a step that was interrupted

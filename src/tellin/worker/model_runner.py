@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ from tellin.exceptions import EngineError
 from tellin.kernels.sampler import Sampler, SampleResult, SampleRows
 from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tellin.worker.backends import Backend, block_maxima, hidden_rows_are_tokens
+from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
 from tellin.worker.lora import AdapterBackend, LoRAManager
@@ -44,10 +46,13 @@ _PROMPT_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
-    """Runs steps on one backend."""
+    """Runs steps on one backend; ``images`` makes the rows of pictures in prompts."""
 
-    def __init__(self, config: EngineConfig, backend: Backend) -> None:
+    def __init__(
+        self, config: EngineConfig, backend: Backend, images: ImageInputs | None = None
+    ) -> None:
         model = config.model_config
+        self.images = images
         self.config = config
         self.block_size = config.cache_config.block_size
         self.vocab_size = model.vocab_size
@@ -115,6 +120,8 @@ class ModelRunner:
         self._pending = None  # its logits are a view of the backend's memory
         if backend is not None:
             backend.close()
+        if self.images is not None:
+            self.images.release()
         if self.drafter is not None:
             self.drafter.release()
 
@@ -140,7 +147,11 @@ class ModelRunner:
         started = time.perf_counter()
         steady = self._steady
         if steady is not None:
-            if self._slots_are_unchanged() and steady.advance(step):
+            if (
+                not (step.free_encoder_mm_hashes or step.scheduled_encoder_inputs)
+                and self._slots_are_unchanged()
+                and steady.advance(step)
+            ):
                 logits = self.backend.forward(steady.inputs.step)
                 seconds = time.perf_counter() - started
                 self._pending = (step, steady.inputs, logits, seconds)
@@ -161,6 +172,8 @@ class ModelRunner:
             self.backend.copy_kv_blocks(step.kv_block_copies)
             if self.drafter is not None:
                 self.drafter.copy_kv_blocks(step.kv_block_copies)
+        if self.images is not None:
+            self.images.apply(step, self.batch.states)
         self._rows_changed = update is not None
         if self.lora is not None:
             self._activate_adapters(self.lora)
@@ -223,6 +236,7 @@ class ModelRunner:
         if self._prompt_logprobs:
             extra = self._split_prompts(computed, counts)
         pooling = self._pool_rows(computed, counts) if self.pooler is not None else []
+        given = None if self.images is None else self.images.gather(states, computed, counts)
         excluded = [
             row
             for row, state in enumerate(states)
@@ -233,6 +247,8 @@ class ModelRunner:
         inputs = build_inputs(batch, computed, counts, extra_logits, self.block_size, excluded)
         if not states:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
+        if given is not None:
+            inputs.step = replace(inputs.step, embeds=given[0], embed_rows=given[1])
         logits = self.backend.forward(inputs.step)
         row = inputs.num_sample_logits
         for rows in extra:
@@ -317,6 +333,9 @@ class ModelRunner:
         step = build_step(
             self.batch, slots, starts, counts, rows.token_rows, self.block_size, with_adapters=True
         )
+        given = None if self.images is None else self.images.gather([state], starts, counts)
+        if given is not None:
+            step = replace(step, embeds=given[0], embed_rows=given[1])
         self._fill(rows, self.backend.forward(step), 0)
 
     def _fill(self, rows: PromptRows, logits: Float32Array, first: int) -> None:

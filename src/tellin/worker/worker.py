@@ -22,6 +22,8 @@ from tellin.exceptions import (
 from tellin.kernels.batch import StepBatch
 from tellin.trace import Span
 from tellin.worker.backends import Backend, open_backend
+from tellin.worker.image_encoder import open_image_encoder
+from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.lora import AdapterBackend, LoRAManager
 from tellin.worker.memory import process_memory, resident_bytes
 from tellin.worker.model_runner import ModelRunner
@@ -54,7 +56,10 @@ class Worker:
         self._asleep: set[str] = set()
         self._profiled: ProfiledBackend | None = None
         self._operations: list[OperationProfile] = []
-        self.runner = ModelRunner(config, backend or open_backend(config, config.model_config.path))
+        backend = backend or open_backend(config, config.model_config.path)
+        encoder = open_image_encoder(config)
+        images = None if encoder is None else ImageInputs(encoder)
+        self.runner = ModelRunner(config, backend, images)
 
     @property
     def model_runner(self) -> ModelRunner:
@@ -184,6 +189,8 @@ class Worker:
         wanted = set(tags or WAKE_TAGS) & self._asleep
         if "weights" in wanted:
             self.runner.adopt_backend(open_backend(self.config, self.config.model_config.path))
+            if self.runner.images is not None:
+                self.runner.images.encoder = open_image_encoder(self.config)
             self._asleep.discard("weights")
         if "kv_cache" in wanted and "weights" not in self._asleep:
             self.runner.init_kv_cache(self._num_kv_blocks)

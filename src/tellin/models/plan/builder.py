@@ -18,7 +18,7 @@ from tellin.loading.tensors import ModelHParams, TensorRef
 from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Rows
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
 
 
 class WeightSource(Protocol):
@@ -97,6 +97,12 @@ class PlanBuilder:
             )
         out = self._buffer(weight.shape[1], Rows.TOKENS, name)
         self._ops.append(ir.Embed(weight, out, scale))
+        return out
+
+    def input(self, width: int) -> Buffer:
+        """Rows that the caller gives, ``[num_tokens, width]``."""
+        out = self._buffer(width, Rows.TOKENS, "input")
+        self._ops.append(ir.Input(out))
         return out
 
     def add_position_embedding(self, x: Buffer, name: str) -> Buffer:

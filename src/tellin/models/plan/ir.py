@@ -94,11 +94,21 @@ class Op:
 
 @dataclass(frozen=True)
 class Embed(Op):
-    """``out[t] = weight[token_ids[t]] * scale``; weight ``(vocab_size, width)``."""
+    """``out[t] = weight[token_ids[t]] * scale``; weight ``(vocab_size, width)``.
+
+    A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale.
+    """
 
     weight: TensorRef
     out: Buffer
     scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Input(Op):
+    """``out[t]`` is the caller's row for token t (`StepBatch.embeds`); every row must be given."""
+
+    out: Buffer
 
 
 @dataclass(frozen=True)
@@ -284,7 +294,8 @@ class Attention(Op):
 
 @dataclass(frozen=True)
 class ActMul(Op):
-    """``out = act(gate) * up``. ``out`` may be either input. act: silu, gelu, gelu_tanh, relu."""
+    """``out = act(gate) * up``. ``out`` may be either input. act: silu, gelu, gelu_tanh,
+    quick_gelu, relu."""
 
     gate: Buffer
     up: Buffer

@@ -234,6 +234,7 @@ def _lora(op: ir.Lora) -> str:
 
 _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.Embed: lambda op: "W[token_ids]" + (f" * {op.scale:g}" if op.scale != 1 else ""),
+    ir.Input: lambda op: "given rows",
     ir.RmsNorm: _norm,
     ir.LayerNorm: lambda op: f"layer_norm({_name(op.x)}), eps {op.eps:g}",
     ir.Linear: _linear,

@@ -1,0 +1,77 @@
+"""Image encoders: a tower over the patches of a tile, and the projector that fits it to the text.
+
+Both towers are pre-norm encoders with learned positions whose patches all see each other. SigLIP
+ends with a norm; CLIP starts with one, and what it ends with is not used. A tile is one request of
+the tower's plan, its patches the given rows; a row that stands for no patch (CLIP's) is given as
+zeros. The projector's rows are groups of the tower's.
+
+Source: Dosovitskiy et al. 2021 (ViT), section 3.1; Radford et al. 2021 (CLIP); Zhai et al. 2023
+(SigLIP); Liu et al. 2023 (LLaVA-1.5), section 3; Marafioti et al. 2025 (SmolVLM), section 2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tellin.exceptions import ModelLoadError
+from tellin.models.plan.builder import PlanBuilder
+from tellin.models.plan.ir import Buffer, Plan
+from tellin.models.plan.passes import optimize
+
+if TYPE_CHECKING:
+    from tellin.loading.vision import VisionSource
+
+
+def build_vision_plans(source: VisionSource, *, fuse: bool = True) -> tuple[Plan, Plan]:
+    """Plans of the tower and of the projector.
+
+    Raises:
+        ModelLoadError: a tensor is missing or has the wrong shape.
+        UnsupportedModelError: there are tensors that this encoder does not use.
+    """
+    tower = _record_tower(PlanBuilder(source.tower), source.hparams.patch_dim)
+    projector = _record_projector(PlanBuilder(source.projector), source)
+    return (optimize(tower), optimize(projector)) if fuse else (tower, projector)
+
+
+def _record_tower(b: PlanBuilder, patch_dim: int) -> Plan:
+    is_clip = b.hparams.architecture == "clip"
+    x = b.add_position_embedding(b.linear(b.input(patch_dim), "patch_embed"), "embed_positions")
+    if is_clip:
+        x = b.layer_norm(x, "pre_layernorm")
+    for i in range(b.hparams.num_hidden_layers):
+        h = b.layer_norm(x, f"layers.{i}.input_layernorm")
+        x = b.add(x, _attention(b, h, f"layers.{i}.self_attn"))
+        h = b.layer_norm(x, f"layers.{i}.post_attention_layernorm")
+        x = b.add(x, _mlp(b, h, f"layers.{i}.mlp"))
+    if is_clip:
+        # Layers beyond the one whose output is wanted, and the norm after them.
+        return b.finish(x, hidden=x, ignore=("layers.", "norm."))
+    x = b.layer_norm(x, "norm")
+    return b.finish(x, hidden=x)
+
+
+def _attention(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    q = b.linear(x, f"{name}.q_proj", bias=True)
+    k = b.linear(x, f"{name}.k_proj", bias=True)
+    v = b.linear(x, f"{name}.v_proj", bias=True)
+    out = b.attention(q, k, v, name=name, causal=False)
+    return b.linear(out, f"{name}.o_proj", bias=True)
+
+
+def _mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    up = b.linear(x, f"{name}.up_proj", bias=True)
+    return b.linear(b.activation(up), f"{name}.down_proj", bias=True)
+
+
+def _record_projector(b: PlanBuilder, source: VisionSource) -> Plan:
+    hp = source.hparams
+    x = b.linear(b.input(hp.tower.hidden_size * hp.group_side**2), "projector_1")
+    if hp.projector_act is not None:
+        x = b.linear(b.activation(x), "projector_2")
+    if x.width != hp.text_hidden_size:
+        raise ModelLoadError(
+            f"{source.path}: the image encoder makes rows of {x.width} values, but the text model "
+            f"has a hidden_size of {hp.text_hidden_size}"
+        )
+    return b.finish(x, hidden=x)

@@ -1,0 +1,167 @@
+"""`ImageEncoder`: from the pixels of pictures to rows that the text model reads as embeddings.
+
+Owns two backends, for the tower and for the projector. It knows no requests and keeps nothing:
+`tellin.worker.image_inputs` does. A tile's rows depend on its own pixels only, so they have the
+same bits whatever is encoded with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tellin.exceptions import EngineError
+from tellin.kernels.batch import StepBatch
+from tellin.loading.vision import VisionSource, open_vision
+from tellin.loading.vision_hparams import VisionHParams
+from tellin.models.vision import build_vision_plans
+from tellin.worker.backends import Backend, backend_class
+
+if TYPE_CHECKING:
+    from tellin.config import EngineConfig
+
+Float32Array = npt.NDArray[np.float32]
+
+_ROWS_PER_PASS = 2048
+"""Rows of the tower that are in memory at a time, unless a tile has more."""
+
+
+class ImageEncoder:
+    """Runs one model's image encoder.
+
+    Args:
+        source: the opened encoder; may be closed afterwards.
+        backend: the class that runs plans.
+        options: keyword arguments of it.
+    """
+
+    def __init__(self, source: VisionSource, backend: Any, **options: Any) -> None:
+        tower, projector = build_vision_plans(source)
+        self.hparams: VisionHParams = source.hparams
+        self._tower: Backend = backend(tower, **options)
+        self._projector: Backend = backend(projector, **options)
+        source.release_pages()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of packed weights."""
+        return sum(int(b.info["weight_bytes"]) for b in (self._tower, self._projector))
+
+    def encode(self, pixels: Float32Array) -> Float32Array:
+        """Encode the tiles of a picture, or of several.
+
+        Args:
+            pixels: ``[num_tiles, num_patches, patch_dim]``, see
+                `tellin.loading.images.ProcessedImage`.
+
+        Returns:
+            ``[num_tiles * rows of a tile, hidden size of the text model]``.
+
+        Raises:
+            EngineError: the pixels have another shape than this encoder takes.
+        """
+        hp = self.hparams
+        side = int(np.sqrt(pixels.shape[1])) if pixels.ndim == 3 else 0
+        if pixels.ndim != 3 or pixels.shape[2] != hp.patch_dim or pixels.shape[1] != side**2:
+            raise EngineError(
+                f"pixels have shape {pixels.shape}; the image encoder takes square tiles of "
+                f"patches with {hp.patch_dim} values"
+            )
+        if not 1 <= side <= hp.table_side or side % hp.group_side:
+            raise EngineError(
+                f"tiles are {side} patches wide; the image encoder takes at most {hp.table_side}, "
+                f"in groups of {hp.group_side}"
+            )
+        positions = tile_positions(hp, side)
+        per_pass = max(1, _ROWS_PER_PASS // len(positions))
+        parts = [
+            self._encode(pixels[i : i + per_pass], positions)
+            for i in range(0, len(pixels), per_pass)
+        ]
+        width = hp.text_hidden_size
+        return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
+
+    def close(self) -> None:
+        """Give the weights' memory back."""
+        self._tower.close()
+        self._projector.close()
+
+    def _encode(self, pixels: Float32Array, positions: npt.NDArray[np.int32]) -> Float32Array:
+        hp = self.hparams
+        num_tiles, num_rows = len(pixels), len(positions)
+        if hp.has_class_row:
+            pixels = np.pad(pixels, ((0, 0), (1, 0), (0, 0)))
+        rows = np.ascontiguousarray(pixels, np.float32).reshape(-1, hp.patch_dim)
+        starts = np.arange(num_tiles + 1, dtype=np.int32) * num_rows
+        states = self._tower.forward(_given(rows, np.tile(positions, num_tiles), starts))
+        if hp.has_class_row and not hp.keeps_class_row:
+            states = states.reshape(num_tiles, num_rows, -1)[:, 1:]
+        groups = np.ascontiguousarray(states).reshape(-1, hp.tower.hidden_size * hp.group_side**2)
+        count = len(groups)
+        order = np.arange(count, dtype=np.int32)
+        step = _given(groups, order, np.array([0, count], np.int32))
+        return np.array(self._projector.forward(step))
+
+
+def tile_positions(hparams: VisionHParams, side: int) -> npt.NDArray[np.int32]:
+    """Rows of the position table for a tile of ``side * side`` patches, in the order of pixels.
+
+    A smaller tile takes the places of the table's square that lie at the same fractions of it.
+    """
+    table = hparams.table_side
+    if hparams.has_class_row:
+        return np.arange(side**2 + 1, dtype=np.int32)
+    # In float32, as the models were trained: the rounding decides between neighbours.
+    bounds = (np.arange(1, table) * (1.0 / table)).astype(np.float32)
+    fractions = np.arange(side, dtype=np.float32) * np.float32(np.float32(1.0) / np.float32(side))
+    fractions = np.minimum(fractions, np.float32(1.0 - 1e-6))
+    places = np.searchsorted(bounds, fractions, side="right").astype(np.int32)
+    square = places[:, None] * table + places[None, :]
+    group = hparams.group_side
+    blocks = square.reshape(side // group, group, side // group, group)
+    return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(-1)
+
+
+def _given(
+    rows: Float32Array, positions: npt.NDArray[np.int32], starts: npt.NDArray[np.int32]
+) -> StepBatch:
+    """A step whose rows are all given; request r has rows ``starts[r]`` to ``starts[r + 1]``."""
+    count, num_requests = len(rows), len(starts) - 1
+    return StepBatch(
+        token_ids=np.zeros(count, np.int32),
+        positions=positions,
+        query_start_loc=starts,
+        seq_lens=np.diff(starts),
+        block_table=np.zeros((num_requests, 1), np.int32),
+        logits_indices=np.zeros(0, np.int32),
+        embeds=rows,
+        embed_rows=np.arange(count, dtype=np.int32),
+    )
+
+
+def open_image_encoder(config: EngineConfig) -> ImageEncoder | None:
+    """The encoder of the configured model; None for an engine that takes text only.
+
+    Raises:
+        LoadError: the encoder cannot be loaded.
+        OutOfMemoryError: its weights do not fit.
+        EngineError: the model has none.
+    """
+    if config.multimodal_config is None:
+        return None
+    model, parallel = config.model_config, config.parallel_config
+    source = open_vision(model.path)
+    if source is None:
+        raise EngineError(f"{model.path}: pictures are on, but the model has no image encoder")
+    try:
+        return ImageEncoder(
+            source,
+            backend_class(model.backend),
+            num_threads=parallel.num_threads or config.settings.num_threads,
+            isa=config.settings.isa,
+            activation_precision=model.activation_precision,
+        )
+    finally:
+        source.close()
