@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tellin.core.engine_core import EngineCore
-from tellin.protocol import EngineCoreOutput, FinishReason
+from tellin.protocol import EngineCoreOutput, FinishReason, MultiModalFeature
 from tests.core.fakes import FakeExecutor, lone_run, make_config, make_request
 
 
@@ -25,11 +25,13 @@ class Driver:
         self.outputs: dict[str, list[EngineCoreOutput]] = {}
         self.stats: list[Any] = []
         self.prompts: dict[str, list[int]] = {}
+        self.features: dict[str, list[MultiModalFeature]] = {}
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 4, **kwargs: Any) -> None:
         request = make_request(request_id, prompt, max_tokens, **kwargs)
         self.core.add_request(self.core.preprocess_add_request(request))
         self.prompts[request_id] = prompt
+        self.features[request_id] = kwargs.get("mm_features") or []
         self.tokens[request_id] = []
         self.outputs[request_id] = []
         self.finish.pop(request_id, None)
@@ -74,8 +76,11 @@ class Driver:
         assert len(scheduler.room) == 0
         assert len(scheduler.in_flight_prefixes) == 0
         assert not scheduler.room._deferred
+        cache = scheduler.encoder_inputs.cache
+        assert cache.num_freeable_slots == cache.cache_size
         assert not self.core.has_work()
 
     def check_lone(self, request_id: str, max_tokens: int) -> None:
         """The request got exactly what it gets alone."""
-        assert self.tokens[request_id] == lone_run(self.prompts[request_id], max_tokens)
+        prompt, features = self.prompts[request_id], self.features[request_id]
+        assert self.tokens[request_id] == lone_run(prompt, max_tokens, features)

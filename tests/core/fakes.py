@@ -19,13 +19,14 @@ from tellin.config import (
     EngineConfig,
     LoRAConfig,
     ModelConfig,
+    MultiModalConfig,
     ParallelConfig,
     ReasoningConfig,
     SchedulerConfig,
     SpeculativeConfig,
     StructuredOutputsConfig,
 )
-from tellin.protocol import EngineCoreRequest
+from tellin.protocol import EngineCoreRequest, MultiModalFeature
 from tellin.sampling_params import SamplingParams
 from tellin.settings import Settings
 from tellin.step_protocol import GrammarOutput, LogprobsLists, ModelRunnerOutput, SchedulerOutput
@@ -40,9 +41,11 @@ def next_id(token_ids: list[int]) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % 900
 
 
-def lone_run(prompt: list[int], max_tokens: int) -> list[int]:
+def lone_run(
+    prompt: list[int], max_tokens: int, features: list[MultiModalFeature] | None = None
+) -> list[int]:
     """What a request must get whatever else happens."""
-    ids = list(prompt)
+    ids = contents(prompt, features or [])
     for _ in range(max_tokens):
         ids.append(next_id(ids))
     return ids[len(prompt) :]
@@ -57,6 +60,23 @@ class Mirror:
     block_ids: list[int]
     num_computed_tokens: int
     params: Any = None
+    features: list[MultiModalFeature] = field(default_factory=list)
+
+
+def contents(token_ids: list[int], features: list[MultiModalFeature]) -> list[int]:
+    """What the fake model reads: ids, and in place of placeholders the rows of images."""
+    result = list(token_ids)
+    for item in features:
+        for position, row, count in item.embeds_in(0, len(result)):
+            for i in range(count):
+                result[position + i] = image_row(item.identifier, row + i)
+    return result
+
+
+def image_row(identifier: str, row: int) -> int:
+    """Stands for a row of an image's encoder output; never an id."""
+    data = f"{identifier}:{row}".encode()
+    return -1 - int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "little")
 
 
 @dataclass
@@ -74,6 +94,9 @@ class FakeExecutor:
         self.kv: dict[tuple[int, int], tuple[int, int]] = {}  # (block, offset) -> (position, id)
         self.requests: dict[str, Mirror] = {}
         self.outputs: list[SchedulerOutput] = []
+        self.encoded: dict[str, int] = {}  # identifier -> rows: the workers' encoder cache
+        self.num_encoded = 0
+        self.encoder_errors: set[str] = set()  # identifiers that cannot be encoded
         self.num_blocks = 0
         self.sleep_level: int | None = None
         self.asleep: set[str] = set()
@@ -158,6 +181,7 @@ class FakeExecutor:
         self.outputs.append(step)
         self._step = step
         self._apply(step)
+        self._encode(step)
         self._forward(step)
         return None
 
@@ -180,6 +204,7 @@ class FakeExecutor:
                 list(new.block_ids),
                 new.num_computed_tokens,
                 new.sampling_params,
+                new.mm_features or [],
             )
         for cached in step.scheduled_cached_reqs:
             mirror = self.requests[cached.req_id]
@@ -194,6 +219,23 @@ class FakeExecutor:
             num_output = len(mirror.token_ids) - mirror.num_prompt_tokens
             assert cached.num_output_tokens == num_output, f"{cached}: {num_output}"
 
+    def _encode(self, step: SchedulerOutput) -> None:
+        for identifier in step.free_encoder_mm_hashes:
+            self.encoded.pop(identifier, None)
+        for request_id, indices in step.scheduled_encoder_inputs.items():
+            for index in indices:
+                item = self.requests[request_id].features[index]
+                assert item.data is not None
+                assert item.identifier not in self.encoded, f"{item.identifier} is encoded twice"
+                if item.identifier in self.encoder_errors:
+                    self.request_errors[request_id] = "the image cannot be encoded"
+                    continue
+                self.encoded[item.identifier] = item.num_embeds
+                self.num_encoded += 1
+        multimodal = self.config.multimodal_config
+        if multimodal is not None:
+            assert sum(self.encoded.values()) <= multimodal.encoder_cache_size
+
     def _forward(self, step: SchedulerOutput) -> None:
         writes: set[tuple[int, int]] = set()
         work = []
@@ -201,7 +243,13 @@ class FakeExecutor:
         for request_id, num_tokens in step.num_scheduled_tokens.items():
             mirror = self.requests[request_id]
             ids = mirror.token_ids + step.scheduled_spec_decode_tokens.get(request_id, [])
+            ids = contents(ids, mirror.features)
             start = mirror.num_computed_tokens
+            for item in mirror.features:
+                if item.embeds_in(start, start + num_tokens):
+                    found = self.encoded.get(item.identifier)
+                    known = found == item.num_embeds or item.identifier in self.encoder_errors
+                    assert known, f"{request_id}: {item.identifier} is not encoded"
             assert 0 < num_tokens <= len(ids) - start, f"{request_id} is fed beyond its ids"
             for position in range(start, start + num_tokens):
                 slot = self._slot(mirror, position)
@@ -297,6 +345,7 @@ def make_config(
     cache: dict[str, Any] | None = None,
     settings: Settings = SETTINGS,
     reasoning_config: ReasoningConfig | None = None,
+    multimodal_config: MultiModalConfig | None = None,
     **scheduler: Any,
 ) -> EngineConfig:
     """A small configuration for the fake executor."""
@@ -330,6 +379,7 @@ def make_config(
         lora_config=lora_config,
         speculative_config=speculative_config,
         reasoning_config=reasoning_config,
+        multimodal_config=multimodal_config,
     )
 
 
@@ -343,13 +393,14 @@ def make_request(
     client_index: int = 0,
     cache_salt: str | None = None,
     lora_request: Any = None,
+    mm_features: list[MultiModalFeature] | None = None,
     **params: Any,
 ) -> EngineCoreRequest:
     """A request as it comes from the shell."""
     return EngineCoreRequest(
         request_id,
         prompt,
-        None,
+        mm_features,
         SamplingParams(max_tokens=max_tokens, **params),
         None,
         arrival_time,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 
 from tellin.config import EngineConfig
+from tellin.core.encoder_inputs import EncoderInputs
 from tellin.core.kv_cache_manager import KVCacheManager, PrefixHit
 from tellin.core.prefix_sharing import InFlightPrefixes
 from tellin.core.request import Request, RequestStatus
@@ -40,7 +41,11 @@ class Admission:
     """Starts requests. ``prefixes`` are the blocks that running requests are computing."""
 
     def __init__(
-        self, config: EngineConfig, kv_cache_manager: KVCacheManager, room: WaitingRoom
+        self,
+        config: EngineConfig,
+        kv_cache_manager: KVCacheManager,
+        room: WaitingRoom,
+        encoder_inputs: EncoderInputs,
     ) -> None:
         scheduler_config = config.scheduler_config
         self.max_num_seqs = scheduler_config.max_num_seqs
@@ -52,6 +57,7 @@ class Admission:
         self.max_loras = config.lora_config.max_loras if config.lora_config is not None else None
         self.kv_cache_manager = kv_cache_manager
         self.room = room
+        self.encoder_inputs = encoder_inputs
         self.prefixes = InFlightPrefixes(kv_cache_manager.block_size)
         self._num_promised = 0
 
@@ -108,11 +114,24 @@ class Admission:
             return _Verdict.TOO_MANY_PROMPTS
         if not self._has_room(request, hit, num_tokens, running):
             return _Verdict.NO_ROOM
+        if request.mm_features:
+            wanted = num_tokens
+            num_tokens = self.encoder_inputs.fit(request, hit.num_tokens, wanted, plan)
+            if num_tokens < wanted and not self._may_cut(num_tokens, num_missing, running):
+                self.encoder_inputs.cache.release_all(request)
+                return _Verdict.NO_BUDGET
+            self.encoder_inputs.commit(request, hit.num_tokens, num_tokens, plan)
         self._admit(request, hit, num_tokens, plan)
         running.append(request)
         return _Verdict.ADMITTED
 
     # ------------------------------------------------------------------ reasons to wait
+
+    def _may_cut(self, num_tokens: int, num_missing: int, running: list[Request]) -> bool:
+        """Whether a prompt may begin with fewer tokens than there is budget for."""
+        if num_tokens == 0 or not self.enable_chunked_prefill:
+            return False
+        return not self._too_many_prompts(num_missing, running)
 
     def _has_room(
         self, request: Request, hit: PrefixHit, num_tokens: int, running: list[Request]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from tellin.config import EngineConfig
+from tellin.core.encoder_inputs import check_features
 from tellin.core.engine_core_controls import EngineCoreControls
 from tellin.core.kv_sizing import plan_kv_cache
 from tellin.core.request import Request, RequestStatus
@@ -154,7 +155,9 @@ class EngineCore(EngineCoreControls):
         if request.prompt_embeds is not None:
             raise UnsupportedFeatureError("this model takes no prompt_embeds; pass token ids")
         if request.mm_features:
-            raise UnsupportedFeatureError("this model takes text only, no multimodal items")
+            if self.config.multimodal_config is None:
+                raise UnsupportedFeatureError("this model takes text only, no multimodal items")
+            check_features(request.mm_features, len(request.prompt_token_ids or ()))
         if request.resumable:
             raise UnsupportedFeatureError("streaming input (resumable=True) is not supported")
         if request.lora_request is not None and self.config.lora_config is None:
@@ -273,7 +276,11 @@ class EngineCore(EngineCoreControls):
         assert executor is not None
         scheduler, manager = self._live()
         if scheduler_output.total_num_scheduled_tokens == 0:
-            if scheduler_output.finished_req_ids or scheduler_output.preempted_req_ids:
+            if (
+                scheduler_output.finished_req_ids
+                or scheduler_output.preempted_req_ids
+                or scheduler_output.free_encoder_mm_hashes
+            ):
                 executor.execute_model(scheduler_output)  # only to let the worker forget them
                 executor.sample_tokens(None)
             return None

@@ -212,10 +212,11 @@ class EngineCoreControls:
         return self._live()[0].reset_prefix_cache(reset_running_requests)
 
     def reset_mm_cache(self) -> None:
-        """Forget processed multimodal items: none are kept by text models."""
+        """Forget processed multimodal items. The core keeps none: what receives requests does."""
 
     def reset_encoder_cache(self) -> None:
-        """Forget encoder outputs: none are kept by text models."""
+        """Forget encoder outputs; what prompts in progress still need is encoded again."""
+        self._live()[0].encoder_inputs.cache.reset()
 
     def take_kv_events(self) -> KVEventBatch:
         """What the prefix cache stored and dropped since the last call, for outside routers."""

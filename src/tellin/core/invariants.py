@@ -92,6 +92,8 @@ def check_step(scheduler: Scheduler, step: SchedulerOutput) -> None:
         limit = request.num_tokens + len(drafts)
         assert request.num_computed_tokens <= limit, f"G6: {request}"
         assert request.num_computed_tokens <= request.num_slots, f"{request}: KV without a slot"
+    for request_id in step.scheduled_encoder_inputs:
+        assert request_id in scheduler.requests, f"{request_id} is to be encoded, but not live"
     scheduled = [*(r.req_id for r in step.scheduled_cached_reqs)]
     scheduled += [r.req_id for r in step.scheduled_new_reqs]
     assert len(scheduled) == len(set(scheduled)), "a request is scheduled twice"
@@ -104,6 +106,7 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_requests(scheduler)
     _check_blocks(scheduler)
     _check_cache(scheduler)
+    scheduler.encoder_inputs.cache.check({r.request_id for r in scheduler.running})
 
 
 def _check_places(scheduler: Scheduler) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from tellin.config import EngineConfig
 from tellin.core.admission import Admission
+from tellin.core.encoder_inputs import EncoderInputs
 from tellin.core.invariants import StepChecker, check_invariants
 from tellin.core.kv_cache_manager import KVCacheManager
 from tellin.core.kv_cache_metrics import KVCacheMetricsCollector
@@ -100,7 +101,8 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.room = WaitingRoom(scheduler_config.policy)
         self.running: list[Request] = []
-        self.admission = Admission(config, self.kv_cache_manager, self.room)
+        self.encoder_inputs = EncoderInputs(config.multimodal_config)
+        self.admission = Admission(config, self.kv_cache_manager, self.room, self.encoder_inputs)
         self.in_flight_prefixes = self.admission.prefixes
         self.finished_req_ids: set[str] = set()
         self.reset_preempted_req_ids: set[str] = set()
@@ -148,6 +150,8 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens, but without chunked prefill a step takes at "
                 f"most {self.max_num_scheduled_tokens}; raise max_num_batched_tokens"
             )
+        if request.mm_features:
+            self.encoder_inputs.check_admissible(request, not self.enable_chunked_prefill)
         pool = self.kv_cache_manager.pool
         num_tokens = request.max_total_tokens + self.num_lookahead_tokens
         num_blocks = self.kv_cache_manager.num_blocks_for(num_tokens)
@@ -207,6 +211,8 @@ class Scheduler:
         self.in_flight_prefixes.unregister(request)
         if request.prefix_waiters:
             self.room.release_prefix_waiters(request, None)
+        if request.mm_features:
+            self.encoder_inputs.cache.release_all(request)
         self.kv_cache_manager.free(request)
 
     # ------------------------------------------------------------------ one step
@@ -221,6 +227,7 @@ class Scheduler:
             raise RuntimeError("schedule() was called while a step is in flight")
         self.current_step += 1
         plan = self.plan = StepPlan(self.max_num_scheduled_tokens, self.current_step)
+        self.encoder_inputs.begin_step(plan)
         if self.room.blocked:
             self._poll_blocked()
         if self.pause_state is not PauseState.PAUSED_ALL:
@@ -248,7 +255,11 @@ class Scheduler:
         num_scheduled_tokens, add_request = plan.num_scheduled_tokens, plan.requests.append
         for request in tuple(self.running):
             num_computed = request.num_computed_tokens
-            if request.num_tokens - num_computed != 1 or request.status is not _RUNNING:
+            if (
+                request.num_tokens - num_computed != 1
+                or request.status is not _RUNNING
+                or (request.mm_features and num_computed < request.num_prompt_tokens)
+            ):
                 if request.status is _RUNNING:
                     plan.prefills.append(request)
                 continue
@@ -314,6 +325,12 @@ class Scheduler:
                 if line or index + 1 < len(plan.prefills):
                     num_tokens = min(num_tokens, max(num_tokens // 2, self._min_prefill_chunk))
                     capped.append(request)
+            if request.mm_features:
+                start = request.num_computed_tokens
+                num_tokens = self.encoder_inputs.fit(request, start, num_tokens, plan)
+                if num_tokens == 0:  # others hold the encoder's cache, or have used its budget
+                    self.encoder_inputs.release_unused(request)
+                    continue
             self._schedule_running(request, num_tokens, plan)
             if request.num_computed_tokens == request.num_tokens:
                 self.room.dirty = True  # a prompt less in progress
@@ -324,11 +341,16 @@ class Scheduler:
         while True:
             new_block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
             if new_block_ids is not None:
+                if request.mm_features:
+                    start = request.num_computed_tokens
+                    self.encoder_inputs.commit(request, start, num_tokens, plan)
                 plan.add_running(request, num_tokens, new_block_ids)
                 return
             # The last in the policy's order pays: the first of them is never preempted, and ends.
             victim = max(self.running, key=self.room.key)
             plan.take_out(victim)
+            if victim.mm_features:
+                self.encoder_inputs.take_out(victim, plan)
             self._preempt(victim)
             plan.preempted_ids.add(victim.request_id)
             if victim is request:
@@ -341,8 +363,15 @@ class Scheduler:
             num_tokens = min(num_tokens, self.long_prefill_token_threshold - num_planned)
         if num_planned == 0 or num_tokens <= 0:
             return
+        start = request.num_computed_tokens
+        if request.mm_features:
+            num_tokens = self.encoder_inputs.fit(request, start, num_tokens, plan)
+            if num_tokens == 0:
+                return
         new_block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
         if new_block_ids is not None:
+            if request.mm_features:
+                self.encoder_inputs.commit(request, start, num_tokens, plan)
             plan.extend_running(request, num_tokens, new_block_ids)
 
     def _preempt(self, request: Request) -> None:
@@ -398,6 +427,9 @@ class Scheduler:
                 if r.structured_output_request is not None and r.num_computed_tokens >= r.num_tokens
             ]
         plan.num_total = self.max_num_scheduled_tokens - plan.budget
+        if plan.encoder_inputs and not plan.requests:  # whoever wanted them was preempted
+            self.encoder_inputs.step_failed()
+            plan.encoder_inputs = {}
         num_drafts, draft_limits = 0, dict[str, int]()
         if self.num_spec_tokens:
             num_drafts, draft_limits = self.results.spec.limits(self.running)
@@ -414,6 +446,8 @@ class Scheduler:
             plan.step_counter,
             plan.copies,
             draft_limits,
+            plan.encoder_inputs,
+            self.encoder_inputs.take_freed(),
         )
 
     def update_from_output(
@@ -441,6 +475,7 @@ class Scheduler:
         # What the workers should have learned from this step they learn from the next.
         self.finished_req_ids |= scheduler_output.finished_req_ids
         self.reset_preempted_req_ids |= scheduler_output.preempted_req_ids
+        self.encoder_inputs.step_failed()
         self.finish_requests(ids, RequestStatus.FINISHED_ERROR, error=error, emit=True)
         if self._checker is not None:
             check_invariants(self)
@@ -463,6 +498,7 @@ class Scheduler:
         self.plan = None
         self.running = []
         self.admission.prefixes.clear()
+        self.encoder_inputs.recover()
         self.kv_cache_manager.rebuild_pool()
         in_line = {r.request_id for r in (*self.room.waiting, *self.room.preempted)}
         lost = []

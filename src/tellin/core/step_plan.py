@@ -21,6 +21,8 @@ class StepPlan:
         "budget",
         "cached",
         "copies",
+        "encoder_budget",
+        "encoder_inputs",
         "new",
         "num_admitted_tokens",
         "num_scheduled_tokens",
@@ -44,6 +46,8 @@ class StepPlan:
         self.spec_token_ids: dict[str, list[int]] = {}
         self.copies: list[tuple[int, int]] = []
         self.preempted_ids: set[str] = set()
+        self.encoder_budget = 0
+        self.encoder_inputs: dict[str, list[int]] = {}
         self.prefills: list[Request] = []
         """Running requests that have more than their last known id to feed."""
 

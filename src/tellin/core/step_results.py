@@ -120,6 +120,8 @@ class StepResults:
             )
             self._fail(request, error)
             token_ids = []
+            if request.mm_features:
+                scheduler.encoder_inputs.request_failed(request, plan)
         else:
             num_verified = self._settle_drafts(request, token_ids, plan)
             if token_ids and request.first_output_pending:
@@ -134,6 +136,8 @@ class StepResults:
             if request_id in model_output.pooler_output:
                 request.status = RequestStatus.FINISHED_STOPPED
             self._publish(request)
+            if request.mm_features:
+                scheduler.encoder_inputs.release_unused(request)
         if request.status is not _RUNNING:
             scheduler.free_request(request)
         elif not token_ids:
