@@ -30,6 +30,7 @@ _END_TEXTS = frozenset(
         "<|END_OF_TURN_TOKEN|>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
         "<|return|>",
+        "<|call|>",
         "<EOT>",
     )
 )
@@ -116,8 +117,15 @@ class GGUFVocabulary:
         """Ids that end a generation: the declared ones first, then others known to."""
         declared = [self.special_id(name) for name in ("eos", "eot", "eom")]
         ids = [token_id for token_id in declared if token_id is not None]
-        candidates = self.ids_of_type(TokenType.CONTROL, TokenType.USER_DEFINED)
-        ids += [token_id for token_id in candidates if self.tokens[token_id] in _END_TEXTS]
+        texts = {
+            self.tokens[token_id]: token_id
+            for token_id in self.ids_of_type(TokenType.CONTROL, TokenType.USER_DEFINED)
+        }
+        if "<|return|>" in texts:
+            # gpt-oss: an answer is several messages, and this ends only one of them.
+            ended = texts.pop("<|end|>", None)
+            ids = [token_id for token_id in ids if token_id != ended]
+        ids += [token_id for text, token_id in texts.items() if text in _END_TEXTS]
         return tuple(dict.fromkeys(ids))
 
     def _per_token(self, key: str, kind: str) -> npt.NDArray[np.generic] | None:

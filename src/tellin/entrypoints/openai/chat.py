@@ -13,7 +13,6 @@ from tellin.entrypoints.openai.chat_choice import ChatChoiceWriter, ChoiceOption
 from tellin.entrypoints.openai.chat_format import Constraint
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
-from tellin.entrypoints.openai.parsers.message import MessageParser
 from tellin.entrypoints.openai.replies import (
     ChatChunk,
     ChatChunkChoice,
@@ -85,8 +84,13 @@ class PreparedChat:
         constraint = _constraint(request, plan)
         self.choices = []
         for index in range(n):
-            think = context.chat_format.make_think_parser(prompt.get("prompt") or "", constraint)
-            parser = MessageParser(think, plan.make_parser(), max_calls=plan.max_calls)
+            parser = context.chat_format.make_parser(
+                prompt.get("prompt") or "",
+                constraint,
+                plan.make_parser(),
+                names=plan.names,
+                max_calls=plan.max_calls,
+            )
             self.choices.append(ChatChoiceWriter(index, parser, options))
         self.shortcut = Shortcut(self.encode)
         stream_options = request.stream_options

@@ -11,7 +11,7 @@ from typing import cast
 
 from tellin.entrypoints.openai.logprobs import LogprobWriter
 from tellin.entrypoints.openai.parsers.events import CallDelta, ParsedDelta, join
-from tellin.entrypoints.openai.parsers.message import MessageParser
+from tellin.entrypoints.openai.parsers.message import AnswerParser
 from tellin.entrypoints.openai.replies import (
     ChatChoice,
     ChatChunkChoice,
@@ -44,7 +44,7 @@ class ChoiceOptions:
 class ChatChoiceWriter:
     """State of one choice."""
 
-    def __init__(self, index: int, parser: MessageParser, options: ChoiceOptions) -> None:
+    def __init__(self, index: int, parser: AnswerParser, options: ChoiceOptions) -> None:
         self._index = index
         self._parser = parser
         self._options = options

@@ -15,11 +15,14 @@ from tellin.config import ReasoningConfig
 from tellin.engine.renderer import ChatTokenizer
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.harmony import FINAL, HarmonyParser
+from tellin.entrypoints.openai.parsers.message import AnswerParser, CallReader, MessageParser
 from tellin.entrypoints.openai.parsers.reasoning import CLOSING, OPENING, ThinkParser
 from tellin.entrypoints.openai.parsers.registry import (
     TOOL_PARSERS,
     guess_tool_parser,
     template_has_tools,
+    template_is_harmony,
     template_thinks,
 )
 from tellin.entrypoints.openai.server_config import ServerConfig
@@ -68,6 +71,7 @@ class ChatFormat:
         self.thinks = config.reasoning_parser == "think" or (
             config.reasoning_parser == "auto" and template_thinks(template)
         )
+        self.is_harmony = config.reasoning_parser == "auto" and template_is_harmony(template)
         self._gate = None if config.reasoning_parser == "none" else gate
         special = _special_texts(tokenizer)
         self._special_tool_markers = any(text in special for text in self.tool_parser.markers)
@@ -77,7 +81,8 @@ class ChatFormat:
     def needs_special_tokens(self, has_tools: bool) -> bool:
         """Whether the parsers must see special tokens in the text."""
         return (
-            (has_tools and self._special_tool_markers)
+            self.is_harmony
+            or (has_tools and self._special_tool_markers)
             or (self.thinks and self._special_think_markers)
             or (self._gate is not None and self._special_gate)
         )
@@ -92,6 +97,27 @@ class ChatFormat:
         if constraint is Constraint.NONE or gate is None:
             return None
         return prompt.rfind(gate.think_end_str) > prompt.rfind(gate.think_start_str)
+
+    def make_parser(
+        self,
+        prompt: str,
+        constraint: Constraint,
+        calls: CallReader | None,
+        *,
+        names: Sequence[str] = (),
+        max_calls: int | None = None,
+    ) -> AnswerParser:
+        """The parser for one answer to ``prompt``.
+
+        Args:
+            calls: reads calls where the format does not mix them with thoughts; None: no tools.
+            names: the tools of the request.
+            max_calls: later calls are dropped.
+        """
+        if self.is_harmony and constraint is Constraint.NONE:
+            return HarmonyParser(names, max_calls=max_calls)
+        think = self.make_think_parser(prompt, constraint)
+        return MessageParser(think, calls, max_calls=max_calls)
 
     def make_think_parser(self, prompt: str, constraint: Constraint) -> ThinkParser | None:
         """The parser of thoughts for an answer to ``prompt``; None if there are none."""
@@ -119,6 +145,9 @@ class ChatFormat:
         if constraint is not Constraint.NONE and gate is not None:
             ended = self.reasoning_ended(prompt, constraint)
             return None if ended else ("", gate.think_end_str)
+        if self.is_harmony and constraint is Constraint.NONE:
+            # Thoughts come first; what follows them has headers, in which no stop string counts.
+            return "", FINAL
         if constraint is Constraint.ANSWER or not self.thinks:
             return None
         return ("" if prompt.rstrip().endswith(OPENING) else OPENING), CLOSING

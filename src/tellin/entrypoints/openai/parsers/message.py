@@ -24,6 +24,24 @@ class CallReader(Protocol):
         """The text has ended: what was held back."""
 
 
+class AnswerParser(Protocol):
+    """What splits one answer into thoughts, content and calls."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all text is content as it is."""
+
+    @property
+    def num_calls(self) -> int:
+        """Calls begun so far."""
+
+    def feed(self, text: str) -> ParsedDelta:
+        """What ``text`` adds to the message."""
+
+    def finish(self) -> ParsedDelta:
+        """The text has ended: what was held back."""
+
+
 class AnswerOrCalls:
     """For a text that holds calls or an answer, never both: how it begins tells which.
 

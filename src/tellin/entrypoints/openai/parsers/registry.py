@@ -45,3 +45,8 @@ def template_has_tools(chat_template: str) -> bool:
 def template_thinks(chat_template: str) -> bool:
     """Whether a template belongs to a model that writes its thoughts down."""
     return "<think>" in chat_template or "</think>" in chat_template
+
+
+def template_is_harmony(chat_template: str) -> bool:
+    """Whether a template writes messages on channels, as gpt-oss does."""
+    return "<|channel|>" in chat_template and "<|message|>" in chat_template
