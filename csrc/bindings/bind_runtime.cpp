@@ -56,8 +56,9 @@ Activation activation_named(const std::string& name) {
   if (name == "gelu_tanh") return Activation::kGeluTanh;
   if (name == "relu") return Activation::kRelu;
   if (name == "quick_gelu") return Activation::kQuickGelu;
+  if (name == "swiglu_oai") return Activation::kSwigluOai;
   throw std::invalid_argument("unknown activation '" + name +
-                              "'; known: silu, gelu, gelu_tanh, quick_gelu, relu");
+                              "'; known: silu, gelu, gelu_tanh, quick_gelu, relu, swiglu_oai");
 }
 
 KvDtype kv_dtype_named(const std::string& name) {

@@ -197,6 +197,7 @@ void Program::act_mul(int gate, int up, int out, Activation act) {
 }
 
 void Program::activation(int x, int out, Activation act) {
+  require(act != Activation::kSwigluOai, "swiglu_oai is a product of two values");
   RowOp op = make(RowOp::Kind::kActivation);
   op.x = &state_->buffer(x);
   op.out = &state_->buffer(out);

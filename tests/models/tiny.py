@@ -134,6 +134,20 @@ EXPERT_CASES: dict[str, ModelHParams] = {
         num_key_value_heads=4,
     ),
     "qwen2moe": replace(EXPERTS, architecture="qwen2moe", norm_topk_prob=False),
+    "gpt_oss": replace(
+        EXPERTS,
+        architecture="gpt-oss",
+        hidden_act="swiglu_oai",
+        attention_bias=True,
+        mlp_bias=True,
+        intermediate_size=32,
+        sliding_window=8,
+        sliding_window_pattern=2,
+        rope_theta=150000.0,
+        rope_scaling=RopeScaling(
+            "yarn", factor=4.0, original_max_position_embeddings=32, truncate=False
+        ),
+    ),
     "granitemoe": replace(
         EXPERTS,
         architecture="granitemoe",
@@ -228,7 +242,7 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
         if hp.attention_bias:
             biased |= {f"{attention}.{p}_proj" for p in "qkvo"}
         if hp.mlp_bias:
-            biased |= {f"{mlp}.{p}_proj" for p in ("gate", "up", "down")}
+            biased |= {name for name in linears if name.startswith(mlp)}
         if hp.architecture in ("qwen2", "qwen2moe"):
             biased |= {f"{attention}.{p}_proj" for p in "qkv"}
         for name, shape in linears.items():
@@ -241,6 +255,8 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
         shapes |= {f"layers.{i}.{norm}.weight": (hidden,) for norm in norms}
         if hp.architecture in ("qwen3", "qwen3moe", "gemma3"):
             shapes |= {f"{attention}.{p}_norm.weight": (hp.head_dim,) for p in "qk"}
+        if hp.architecture == "gpt-oss":
+            shapes[f"{attention}.sinks.weight"] = (hp.num_attention_heads,)
         if hp.architecture == "olmoe":
             shapes |= {f"{attention}.q_norm.weight": (q,), f"{attention}.k_norm.weight": (kv,)}
     shapes["norm.weight"] = (hidden,)

@@ -35,6 +35,7 @@ _LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_LAYER_GPT_OSS = {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"}
 _PERMUTED = ("llama", "granite", "granitemoe")
 Arrays = dict[str, np.ndarray]
 
@@ -48,7 +49,7 @@ def write_tiny_gguf(path: Path, name: str, quant_type: QuantType = QuantType.F32
         arrays = {key: _permuted(key, values, hp) for key, values in arrays.items()}
     tensors: dict[str, np.ndarray | RawTensor] = {}
     for key, values in _gguf_arrays(arrays, hp, DENSE_LAYERS.get(name, ())).items():
-        is_matrix = values.ndim > 1 and "gate_inp" not in key
+        is_matrix = values.ndim > 1 and "gate_inp" not in key and not key.endswith(".bias")
         tensors[key] = _stored(values, quant_type) if is_matrix else values
     return write_gguf(path, _metadata(architecture, hp), tensors)
 
@@ -70,6 +71,7 @@ def _permuted(key: str, values: np.ndarray, hp: ModelHParams) -> np.ndarray:
 
 def _gguf_arrays(arrays: Arrays, hp: ModelHParams, dense_layers: tuple[int, ...]) -> Arrays:
     named: Arrays = {}
+    names = _LAYER | (_LAYER_GPT_OSS if hp.architecture == "gpt-oss" else {})
     for key, values in arrays.items():
         stem, _, kind = key.rpartition(".")
         if not stem.startswith("layers."):
@@ -77,14 +79,15 @@ def _gguf_arrays(arrays: Arrays, hp: ModelHParams, dense_layers: tuple[int, ...]
         elif ".experts." not in stem:
             _, layer, part = stem.split(".", 2)
             flat = values[0] if part == "mlp.shared_expert_gate" else values
-            named[f"blk.{layer}.{_LAYER[part]}.{kind}"] = flat
+            named[f"blk.{layer}.{names[part]}.{kind}"] = flat
     if not hp.num_experts:
         return named
     for i in range(hp.num_hidden_layers):
         for part in ("gate", "up", "down") if i not in dense_layers else ():
             experts = [f"layers.{i}.mlp.experts.{e}.{part}_proj" for e in range(hp.num_experts)]
-            stack = np.stack([arrays[f"{expert}.weight"] for expert in experts])
-            named[f"blk.{i}.ffn_{part}_exps.weight"] = stack
+            for kind in ("weight", "bias") if hp.mlp_bias else ("weight",):
+                stack = np.stack([arrays[f"{expert}.{kind}"] for expert in experts])
+                named[f"blk.{i}.ffn_{part}_exps.{kind}"] = stack
     return named
 
 
@@ -115,6 +118,14 @@ def _metadata(architecture: str, hp: ModelHParams) -> dict[str, Any]:
         own["expert_weights_norm"] = hp.norm_topk_prob
     if hp.sliding_window:
         own["attention.sliding_window"] = hp.sliding_window
+    if hp.rope_scaling.kind == "yarn":
+        own |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": hp.rope_scaling.factor,
+            "rope.scaling.original_context_length": (
+                hp.rope_scaling.original_max_position_embeddings
+            ),
+        }
     if architecture.startswith("granite"):
         own |= {
             "attention.scale": hp.attention_scale,

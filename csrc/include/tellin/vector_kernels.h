@@ -11,7 +11,16 @@
 
 namespace tellin {
 
-enum class Activation : int32_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kQuickGelu = 4 };
+// kSwigluOai is a product of two values, never an activation of one: with g cut to at most 7 and u to [-7, 7],
+// g sigmoid(1.702 g) (u + 1). Source: OpenAI 2025 (gpt-oss model card), section 2.
+enum class Activation : int32_t {
+  kSilu = 0,
+  kGelu = 1,
+  kGeluTanh = 2,
+  kRelu = 3,
+  kQuickGelu = 4,
+  kSwigluOai = 5
+};
 enum class KvDtype : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2, kInt16 = 3 };
 
 constexpr int64_t kTilePositions = 16;  // positions per KV tile: one 512-bit or two 256-bit vectors of scores

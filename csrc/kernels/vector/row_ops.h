@@ -125,6 +125,15 @@ inline V relu(V x) {
   return Simd::max(Simd::zero(), x);
 }
 
+// See Activation. NaN stays NaN: min and max give their second operand then.
+inline V swiglu_oai(V gate, V up) {
+  const V limit = Simd::set1(7.0f);
+  const V g = Simd::min(limit, gate);
+  const V u = Simd::min(limit, Simd::max(Simd::set1(-7.0f), up));
+  const V swish = Simd::mul(g, vsigmoid(Simd::mul(Simd::set1(1.702f), g)));
+  return Simd::fma(swish, u, swish);
+}
+
 void activation(Activation act, const float* x, int64_t n, float* out) {
   switch (act) {
     case Activation::kSilu:
@@ -137,6 +146,8 @@ void activation(Activation act, const float* x, int64_t n, float* out) {
       return map1(x, n, out, relu);
     case Activation::kQuickGelu:
       return map1(x, n, out, quick_gelu);
+    case Activation::kSwigluOai:
+      return;  // has two operands: Program refuses it here
   }
 }
 
@@ -152,6 +163,8 @@ void act_mul(Activation act, const float* gate, const float* up, int64_t n, floa
       return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(relu(g), u); });
     case Activation::kQuickGelu:
       return map2(gate, up, n, out, [](V g, V u) { return Simd::mul(quick_gelu(g), u); });
+    case Activation::kSwigluOai:
+      return map2(gate, up, n, out, swiglu_oai);
   }
 }
 

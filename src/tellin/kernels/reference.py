@@ -209,7 +209,7 @@ class ReferenceBackend:
         x = self._get(op.x)
         gate = self._project(x, op.gate, op.gate_bias)
         up = self._project(x, op.up, op.up_bias)
-        self._set(op.out, _ACTIVATIONS[op.act](gate) * up)
+        self._set(op.out, _gated(op.act, gate, up))
 
     def _experts(self, op: ir.Experts) -> None:
         x, logits = self._get(op.x), self._get(op.router)
@@ -219,8 +219,13 @@ class ReferenceBackend:
             for expert, share in zip(chosen.tolist(), shares, strict=True):
                 gate = self._weights[op.gate[expert]] @ x[row]
                 up = self._weights[op.up[expert]] @ x[row]
-                down = self._weights[op.down[expert]]
-                out[row] += share * (down @ (_ACTIVATIONS[op.act](gate) * up))
+                if op.gate_bias:
+                    gate += self._weights[op.gate_bias[expert]]
+                    up += self._weights[op.up_bias[expert]]
+                down = self._weights[op.down[expert]] @ _gated(op.act, gate, up)
+                if op.down_bias:
+                    down += self._weights[op.down_bias[expert]]
+                out[row] += share * down
         self._set(op.out, out)
 
     def _gate_rows(self, op: ir.GateRows) -> None:
@@ -311,7 +316,7 @@ class ReferenceBackend:
         return _by_head(keys), _by_head(values)
 
     def _act_mul(self, op: ir.ActMul) -> None:
-        self._set(op.out, _ACTIVATIONS[op.act](self._get(op.gate)) * self._get(op.up))
+        self._set(op.out, _gated(op.act, self._get(op.gate), self._get(op.up)))
 
     def _activation(self, op: ir.Activation) -> None:
         self._set(op.out, _ACTIVATIONS[op.act](self._get(op.x)))
@@ -403,6 +408,15 @@ def _quick_gelu(x: Floats) -> Floats:
 
 def _relu(x: Floats) -> Floats:
     return np.maximum(x, np.float32(0))
+
+
+def _gated(act: str, gate: Floats, up: Floats) -> Floats:
+    """``act(gate) * up``, see `ir.ActMul`."""
+    if act != "swiglu_oai":
+        return np.asarray(_ACTIVATIONS[act](gate) * up)
+    limit = np.float32(7)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return np.asarray(gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1))
 
 
 _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {

@@ -33,7 +33,7 @@ from tellin.loading.typed_mapping import TypedMapping
 
 _GELU_TANH = frozenset(GEMMA_FAMILY)
 _SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
-_SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6}
+_SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
 _INTERLEAVED = ("granite", "granitemoe", "llama", "mistral")
 """Families whose converter permutes the rows of q and k, so that rotated pairs are neighbours."""
 _EXPERT_VARIANTS = {
@@ -100,7 +100,7 @@ class _Reader:
             vocab_size=self._vocab_size(),
             max_position_embeddings=self._int("context_length"),
             norm_eps=self._float("attention.layer_norm_rms_epsilon"),
-            hidden_act="gelu_tanh" if self.architecture in _GELU_TANH else "silu",
+            hidden_act=self._activation(),
             rope_theta=self._float("rope.freq_base", 10_000.0),
             rope_local_theta=(
                 self._float("rope.freq_base_swa", 10_000.0)
@@ -176,6 +176,11 @@ class _Reader:
         """A factor; files write 0 for none."""
         return self._float(key, 1.0) or 1.0
 
+    def _activation(self) -> str:
+        if self.architecture in _GELU_TANH:
+            return "gelu_tanh"
+        return "swiglu_oai" if self.architecture == "gpt-oss" else "silu"
+
     def _refuse_variants(self) -> None:
         if not self._bool("use_parallel_residual", False):
             return
@@ -244,6 +249,7 @@ class _Reader:
             beta_slow=self._float("rope.scaling.yarn_beta_slow", 1.0),
             factors=short if kind == "longrope" else self._factors("rope_freqs.weight"),
             long_factors=long,
+            truncate=self.architecture != "gpt-oss",
         )
 
     def _factors(self, name: str) -> tuple[float, ...] | None:

@@ -147,6 +147,10 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     model_type = config.get_str("model_type", "")
     if not model_type:
         raise ModelLoadError(f"{config.path}: key 'model_type' (a string) is missing")
+    if model_type == "gpt_oss":
+        raise UnsupportedModelError(
+            f"{config.path}: gpt-oss is read from GGUF files only; this is its safetensors folder"
+        )
     architecture = _ARCHITECTURES.get(model_type)
     if architecture is None:
         raise unsupported_architecture(config.path, model_type)

@@ -18,6 +18,7 @@ SUPPORTED_ARCHITECTURES = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gpt-oss",
     "granite",
     "granitemoe",
     "llama",
@@ -35,9 +36,9 @@ SUPPORTED_ARCHITECTURES = (
 GEMMA_FAMILY = ("gemma", "gemma2", "gemma3")
 GRANITE_FAMILY = ("granite", "granitemoe")
 NORMS_AFTER_BLOCKS = ("gemma2", "gemma3")
-WITH_EXPERTS = ("granitemoe", "mixtral", "olmoe", "qwen2moe", "qwen3moe")
+WITH_EXPERTS = ("gpt-oss", "granitemoe", "mixtral", "olmoe", "qwen2moe", "qwen3moe")
 """Mixtures of experts."""
-NORMALIZES_EXPERTS = ("granitemoe", "mixtral")
+NORMALIZES_EXPERTS = ("gpt-oss", "granitemoe", "mixtral")
 """Mixtures that always divide the weights of a token's experts by their sum."""
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32

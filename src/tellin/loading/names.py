@@ -69,6 +69,10 @@ _GGUF_LAYER_BERT = {
     "attn_output_norm": "post_attention_layernorm",
     "layer_output_norm": "post_feedforward_layernorm",
 }
+_GGUF_LAYER_GPT_OSS = {
+    "attn_sinks": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}
 _GGUF_DROPPED = re.compile(r"(.*\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight\Z")
 """Rotary factors: they are in the hyperparameters."""
 _GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+)\.(weight|bias)\Z")
@@ -127,7 +131,9 @@ _HF_EXPERTS = (
     (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
     (re.compile(r"\.experts\.(gate_up|down)_proj\Z"), r".experts.\1_proj.weight"),
 )
-_STACKED = re.compile(r"(layers\.\d+\.mlp\.experts)\.((?:gate|up|down|gate_up)_proj\.weight)\Z")
+_STACKED = re.compile(
+    r"(layers\.\d+\.mlp\.experts)\.((?:gate|up|down|gate_up)_proj\.(weight|bias))\Z"
+)
 
 
 def canonical_from_gguf(
@@ -140,6 +146,8 @@ def canonical_from_gguf(
         layer_names |= _GGUF_LAYER_NORMS_AFTER
     elif architecture == "bert":
         layer_names |= _GGUF_LAYER_BERT
+    elif architecture == "gpt-oss":
+        layer_names |= _GGUF_LAYER_GPT_OSS
     elif architecture == "phi3":
         # Phi-3's converter stores gate and up in one matrix under the name of the latter.
         layer_names["ffn_up"] = "mlp.gate_up_proj"
@@ -216,17 +224,21 @@ def _canonical(
 def _split_stacked(
     path: Path, hparams: ModelHParams, name: str, tensor: TensorRef
 ) -> list[tuple[str, TensorRef]]:
-    """One matrix per expert, of a tensor ``(num_experts, n, k)``; others as they are."""
+    """One matrix per expert, of a tensor ``(num_experts, n, k)``; others as they are.
+
+    Biases are ``(num_experts, n)``.
+    """
     if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
         row = TensorRef(tensor.name, (1, *tensor.shape), tensor.quant_type, tensor.data)
         return [(name, row)]
     match = _STACKED.match(name)
     if not match or not hparams.num_experts:
         return [(name, tensor)]
-    if len(tensor.shape) != 3 or tensor.shape[0] != hparams.num_experts:
+    dims = 3 if match[3] == "weight" else 2
+    if len(tensor.shape) != dims or tensor.shape[0] != hparams.num_experts:
         raise ModelLoadError(
-            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}, "
-            f"expected a matrix for each of the {hparams.num_experts} experts"
+            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}, expected a "
+            f"{match[3]} of {dims - 1} dimensions for each of the {hparams.num_experts} experts"
         )
     matrices = []
     for expert in range(hparams.num_experts):

@@ -100,6 +100,8 @@ class RopeScaling:
     """Divisors per frequency that come with the model (GGUF ``rope_freqs``; longrope: short)."""
     long_factors: tuple[float, ...] | None = None
     """longrope only: divisors for contexts beyond ``original_max_position_embeddings``."""
+    truncate: bool = True
+    """yarn only: the bounds of its ramp are whole dimensions."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class ModelHParams:
     max_position_embeddings: int
     norm_eps: float = 1e-5
     hidden_act: str = "silu"
-    """silu, gelu, gelu_tanh or relu."""
+    """silu, gelu, gelu_tanh, relu or swiglu_oai."""
     rope_theta: float = 10000.0
     rope_local_theta: float | None = None
     """Base of sliding-window layers where it differs (Gemma 3)."""

@@ -19,6 +19,7 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gpt-oss": "gpt_oss",
     "granite": "granite",
     "granitemoe": "granite",
     "llama": "llama",

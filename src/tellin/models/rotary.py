@@ -125,8 +125,10 @@ def _yarn(
         ratio = context / (rotations * 2 * math.pi)
         return rope_dim * math.log(ratio) / (2 * math.log(hparams.rope_theta))
 
-    low = max(math.floor(dimension(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension(scaling.beta_slow)), rope_dim - 1)
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope_dim - 1)
     width = max(high - low, 0.001)
     ramp = np.clip((np.arange(len(frequencies)) - low) / width, 0.0, 1.0)
     scaled = frequencies / factor * ramp + frequencies * (1 - ramp)

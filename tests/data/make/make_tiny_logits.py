@@ -36,6 +36,7 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
@@ -44,7 +45,7 @@ CLASSES = {
     "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "bert": ("BertConfig", "BertModel"),
 }
-ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
+ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh", "swiglu_oai": "silu"}
 BERT_NAMES = {
     "embed_tokens": "embeddings.word_embeddings",
     "embed_positions": "embeddings.position_embeddings",
@@ -78,6 +79,8 @@ def rope_parameters(hp: ModelHParams) -> dict[str, object]:
         values["factor"] = scaling.factor
     if scaling.kind != "linear":
         values["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    if scaling.kind == "yarn":
+        values["truncate"] = scaling.truncate
     if scaling.kind == "llama3":
         values["low_freq_factor"] = scaling.low_freq_factor
         values["high_freq_factor"] = scaling.high_freq_factor
@@ -90,7 +93,7 @@ def rope_parameters(hp: ModelHParams) -> dict[str, object]:
 def expert_values(name: str, hp: ModelHParams) -> dict[str, object]:
     """What the configurations of mixtures say of experts."""
     values: dict[str, object] = {"num_experts_per_tok": hp.num_experts_per_tok}
-    if hp.architecture in ("mixtral", "granitemoe"):
+    if hp.architecture in ("gpt-oss", "mixtral", "granitemoe"):
         values["num_local_experts"] = hp.num_experts
         values["intermediate_size"] = hp.moe_intermediate_size
     else:
@@ -149,6 +152,7 @@ def make_config(name: str, hp: ModelHParams) -> transformers.PretrainedConfig:
             "full_attention" if (i + 1) % hp.sliding_window_pattern == 0 else "sliding_attention"
             for i in range(hp.num_hidden_layers)
         ]
+    if hp.architecture in ("gemma2", "gemma3"):
         values["query_pre_attn_scalar"] = round((hp.attention_scale or 1) ** -2)
     if hp.architecture == "gemma2":
         values["attn_logit_softcapping"] = hp.attn_logit_softcapping
@@ -186,6 +190,8 @@ def stack_experts(state: dict[str, torch.Tensor], mlp: str, hp: ModelHParams) ->
     if f"{mlp}.gate.weight" not in state:
         return
     experts = [f"{mlp}.experts.{e}" for e in range(hp.num_experts)]
+    if hp.architecture == "gpt-oss":
+        return stack_gpt_oss(state, mlp, experts)
     gate, up, down = (
         torch.stack([state.pop(f"{expert}.{part}_proj.weight") for expert in experts])
         for part in ("gate", "up", "down")
@@ -196,6 +202,22 @@ def stack_experts(state: dict[str, torch.Tensor], mlp: str, hp: ModelHParams) ->
         state[f"{module}.router.weight"] = state.pop(f"{mlp}.gate.weight")
     state[f"{module}.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
     state[f"{module}.experts.down_proj"] = down
+
+
+def stack_gpt_oss(state: dict[str, torch.Tensor], mlp: str, experts: list[str]) -> None:
+    """Matrices transposed, columns of gate and up in turns."""
+    for kind in ("weight", "bias"):
+        gate, up, down = (
+            torch.stack([state.pop(f"{expert}.{part}_proj.{kind}") for expert in experts])
+            for part in ("gate", "up", "down")
+        )
+        both = torch.stack([gate, up], dim=2).flatten(1, 2)
+        suffix = "" if kind == "weight" else "_bias"
+        state[f"{mlp}.experts.gate_up_proj{suffix}"] = both.mT if kind == "weight" else both
+        state[f"{mlp}.experts.down_proj{suffix}"] = down.mT if kind == "weight" else down
+        state[f"{mlp}.router.{kind}"] = state.pop(f"{mlp}.gate.{kind}")
+    attention = mlp.replace("mlp", "self_attn")
+    state[f"{attention}.sinks"] = state.pop(f"{attention}.sinks.weight")
 
 
 def run(name: str, hp: ModelHParams) -> dict[str, np.ndarray]:

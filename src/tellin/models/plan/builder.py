@@ -19,6 +19,7 @@ from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
+GATED_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai")
 
 
 class WeightSource(Protocol):
@@ -160,7 +161,8 @@ class PlanBuilder:
         """Mixture of experts: the ``top_k`` experts of ``router``'s logits, by their softmax.
 
         ``router`` ``[rows, num_experts]``; expert e is the gated MLP ``{name}.experts.{e}``.
-        ``normalize``: the chosen experts' shares add up to 1.
+        ``normalize``: the chosen experts' shares add up to 1. Their matrices have biases if the
+        first one's has.
         """
         count = router.width
         if x.rows is not router.rows:
@@ -177,9 +179,18 @@ class PlanBuilder:
             raise self._shape_error(up[0], str(gate[0].shape))
         down = self._stack(f"{name}.experts", "down_proj", count, gate[0].shape[0])
         out = self._buffer(down[0].shape[0], x.rows, f"{name}.experts")
-        self._ops.append(
-            ir.Experts(x, router, gate, up, down, out, self._activation(), top_k, normalize)
+        gate_bias, up_bias, down_bias = (
+            self._biases(f"{name}.experts", part, stack)
+            for part, stack in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
         )
+        if not len(gate_bias) == len(up_bias) == len(down_bias):
+            raise self._error(f"{name}: some matrices of the experts have biases, others none")
+        self._ops.append(
+            ir.Experts(
+                x, router, gate, up, down, out, self._activation(GATED_ACTIVATIONS), top_k,
+                normalize, gate_bias, up_bias, down_bias,
+            )
+        )  # fmt: skip
         return out
 
     # ---- attention ---------------------------------------------------------------------------
@@ -253,7 +264,7 @@ class PlanBuilder:
         """``hidden_act(gate) * up``."""
         self._same_shape(gate, up)
         out = self._buffer(gate.width, gate.rows, f"{gate.name}.act_mul")
-        self._ops.append(ir.ActMul(gate, up, out, self._activation()))
+        self._ops.append(ir.ActMul(gate, up, out, self._activation(GATED_ACTIVATIONS)))
         return out
 
     def gate_rows(self, x: Buffer, gate: Buffer) -> Buffer:
@@ -355,6 +366,15 @@ class PlanBuilder:
             raise self._shape_error(tensor, f"(n, {width})")
         return tensor
 
+    def _biases(self, name: str, part: str, stack: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
+        """The bias of every expert's matrix ``part``; none if the first has none."""
+        if not self.has(f"{name}.0.{part}.bias"):
+            return ()
+        return tuple(
+            self._vector(f"{name}.{e}.{part}.bias", matrix.shape[0])
+            for e, matrix in enumerate(stack)
+        )
+
     def _stack(self, name: str, part: str, count: int, width: int) -> tuple[TensorRef, ...]:
         """The matrix ``part`` of every expert: alike in shape and storage type."""
         stack = tuple(self._matrix(f"{name}.{e}.{part}.weight", width) for e in range(count))
@@ -377,12 +397,12 @@ class PlanBuilder:
     def _optional_vector(self, name: str, width: int) -> TensorRef | None:
         return self._vector(name, width) if self.has(name) else None
 
-    def _activation(self) -> str:
+    def _activation(self, known: tuple[str, ...] = ACTIVATIONS) -> str:
         act = self.hparams.hidden_act
-        if act not in ACTIVATIONS:
+        if act not in known:
             raise UnsupportedModelError(
                 f"{self.source.path}: activation {act!r} is not supported; "
-                f"supported are {', '.join(ACTIVATIONS)}"
+                f"supported are {', '.join(known)}"
             )
         return act
 

@@ -208,10 +208,15 @@ class Experts(Op):
     act: str
     top_k: int
     normalize: bool
+    gate_bias: tuple[TensorRef, ...] = ()
+    """One per expert, as `up_bias` and `down_bias`; all three or none."""
+    up_bias: tuple[TensorRef, ...] = ()
+    down_bias: tuple[TensorRef, ...] = ()
 
     @property
     def weights(self) -> tuple[TensorRef, ...]:
-        return (*self.gate, *self.up, *self.down)
+        matrices = (*self.gate, *self.up, *self.down)
+        return (*matrices, *self.gate_bias, *self.up_bias, *self.down_bias)
 
 
 @dataclass(frozen=True)
@@ -295,7 +300,11 @@ class Attention(Op):
 @dataclass(frozen=True)
 class ActMul(Op):
     """``out = act(gate) * up``. ``out`` may be either input. act: silu, gelu, gelu_tanh,
-    quick_gelu, relu."""
+    quick_gelu, relu.
+
+    ``swiglu_oai`` cuts both: with g = min(gate, 7) and u = up within [-7, 7],
+    ``out = g * sigmoid(1.702 g) * (u + 1)``. Source: OpenAI 2025 (gpt-oss model card), section 2.
+    """
 
     gate: Buffer
     up: Buffer
