@@ -35,7 +35,10 @@ _LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
-_LAYER_GPT_OSS = {"self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"}
+_LAYER_GPT_OSS = {
+    "self_attn.sinks": "attn_sinks",
+    "post_attention_layernorm": "post_attention_norm",
+}
 _PERMUTED = ("llama", "granite", "granitemoe")
 Arrays = dict[str, np.ndarray]
 

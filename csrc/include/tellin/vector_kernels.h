@@ -11,8 +11,8 @@
 
 namespace tellin {
 
-// kSwigluOai is a product of two values, never an activation of one: with g cut to at most 7 and u to [-7, 7],
-// g sigmoid(1.702 g) (u + 1). Source: OpenAI 2025 (gpt-oss model card), section 2.
+// kSwigluOai is a product of two values, never an activation of one: with g cut to at most 7 and u to [-7,
+// 7], g sigmoid(1.702 g) (u + 1). Source: OpenAI 2025 (gpt-oss model card), section 2.
 enum class Activation : int32_t {
   kSilu = 0,
   kGelu = 1,

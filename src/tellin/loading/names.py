@@ -234,11 +234,11 @@ def _split_stacked(
     match = _STACKED.match(name)
     if not match or not hparams.num_experts:
         return [(name, tensor)]
-    dims = 3 if match[3] == "weight" else 2
+    dims, what = (3, "matrix") if match[3] == "weight" else (2, "vector")
     if len(tensor.shape) != dims or tensor.shape[0] != hparams.num_experts:
         raise ModelLoadError(
-            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}, expected a "
-            f"{match[3]} of {dims - 1} dimensions for each of the {hparams.num_experts} experts"
+            f"{path}: tensor {tensor.name!r} has shape {tensor.shape}, "
+            f"expected a {what} for each of the {hparams.num_experts} experts"
         )
     matrices = []
     for expert in range(hparams.num_experts):
