@@ -14,20 +14,17 @@ from tellin.models import build_plan, supported_architectures
 from tellin.models.rotary import rotary_table
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny import (
+    ALL_CASES,
     BASE,
-    CASES,
-    EXPERT_CASES,
     MAX_MODEL_LEN,
     MemorySource,
-    hparams_of,
     memory_source,
     tiny_arrays,
     tiny_source,
     tiny_token_ids,
 )
 
-ALL = [*CASES, *EXPERT_CASES]
-DECODERS = [name for name in ALL if hparams_of(name).architecture != "bert"]
+DECODERS = [name for name, hp in ALL_CASES.items() if hp.architecture != "bert"]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def make_backend(name: str, *, fuse: bool = True, batched: bool = False) -> Refe
     return ReferenceBackend(plan, batched=batched)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_logits_equal_those_of_an_outside_implementation(
     name: str, golden: dict[str, np.ndarray]
 ) -> None:
@@ -54,13 +51,13 @@ def test_logits_equal_those_of_an_outside_implementation(
 def test_rotary_frequencies_equal_those_of_an_outside_implementation(
     name: str, golden: dict[str, np.ndarray]
 ) -> None:
-    table = rotary_table(hparams_of(name), MAX_MODEL_LEN.get(name))
+    table = rotary_table(ALL_CASES[name], MAX_MODEL_LEN.get(name))
     if name != "phi3_longrope_long":  # the outside implementation shows the short ones at rest
         np.testing.assert_allclose(table.inv_freq, golden[f"{name}/inv_freq"], rtol=1e-6)
     assert table.attention_factor == pytest.approx(float(golden[f"{name}/attention_factor"]))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_passes_change_no_bit(name: str) -> None:
     token_ids = tiny_token_ids()
     recorded = logits_of(make_backend(name, fuse=False), token_ids)
@@ -121,7 +118,7 @@ def test_bert_requests_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_cache_has_a_layer_per_attention(name: str) -> None:
     plan = build_plan(tiny_source(name))
-    hp = hparams_of(name)
+    hp = ALL_CASES[name]
     assert len(plan.kv_layers) == hp.num_hidden_layers
     for i, layer in enumerate(plan.kv_layers):
         is_global = hp.sliding_window_pattern and (i + 1) % hp.sliding_window_pattern == 0
@@ -142,7 +139,7 @@ def changed_source(name: str, **arrays: np.ndarray | None) -> MemorySource:
             del weights[key]
         else:
             weights[key] = values
-    return memory_source(hparams_of(name), weights)
+    return memory_source(ALL_CASES[name], weights)
 
 
 def test_an_unknown_architecture_is_refused_with_the_list_of_known_ones() -> None:

@@ -14,7 +14,7 @@ from tellin.loading import open_model
 from tellin.loading.tensors import QuantType
 from tellin.models import build_plan
 from tests.models.stepping import logits_of
-from tests.models.tiny import EXPERT_CASES, hparams_of, tiny_arrays, tiny_token_ids
+from tests.models.tiny import ALL_CASES, EXPERT_CASES, tiny_arrays, tiny_token_ids
 from tests.models.tiny_files import write_tiny_gguf
 
 NAMES = ["granite", *EXPERT_CASES]
@@ -65,7 +65,7 @@ def test_checkpoints_of_transformers(
 
     from tests.data.make.make_tiny_logits import CLASSES, make_config, state_dict
 
-    hp = hparams_of(name)
+    hp = ALL_CASES[name]
     model = getattr(transformers, CLASSES[hp.architecture][1])(make_config(name, hp))
     model.load_state_dict(state_dict(name, hp))
     model.save_pretrained(tmp_path)

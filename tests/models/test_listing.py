@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,7 +12,15 @@ from tellin.kernels.reference import ReferenceBackend
 from tellin.models import build_plan
 from tellin.models.plan.listing import format_plan, plan_cost
 from tests.models.stepping import logits_of
-from tests.models.tiny import CASES, memory_source, tensor_shapes, tiny_source, tiny_token_ids
+from tests.models.tiny import (
+    ALL_CASES,
+    CASES,
+    DENSE_LAYERS,
+    memory_source,
+    tensor_shapes,
+    tiny_source,
+    tiny_token_ids,
+)
 
 
 def test_listing_of_a_small_llama() -> None:
@@ -66,7 +75,7 @@ def test_layers_are_folded_by_kind() -> None:
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_every_architecture_has_a_listing(name: str, fuse: bool) -> None:
     plan = build_plan(tiny_source(name), fuse=fuse)
     lines = format_plan(plan, full=True).splitlines()
@@ -75,16 +84,22 @@ def test_every_architecture_has_a_listing(name: str, fuse: bool) -> None:
     assert ("whole request" in "".join(lines)) == (name == "bert")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_costs_count_what_is_there(name: str) -> None:
-    hp = CASES[name]
-    sizes = {key: int(np.prod(shape)) for key, shape in tensor_shapes(hp).items()}
+    hp = ALL_CASES[name]
+    shapes = tensor_shapes(hp, DENSE_LAYERS.get(name, ()))
+    sizes = {key: int(np.prod(shape)) for key, shape in shapes.items()}
     if name == "bert":
         sizes["embed_token_types.weight"] //= 2  # one of two segments is used
     cost = plan_cost(build_plan(tiny_source(name)))
     assert cost.num_parameters == sum(sizes.values())
     assert cost.weight_bytes == 4 * cost.num_parameters
-    matrices = [v for k, v in sizes.items() if len(tensor_shapes(hp)[k]) == 2 and "embed" not in k]
+    used = Fraction(hp.num_experts_per_tok, hp.num_experts or 1)
+    matrices = [
+        used * v if ".experts." in k else v
+        for k, v in sizes.items()
+        if len(shapes[k]) == 2 and "embed" not in k
+    ]
     head = sizes["embed_tokens.weight"] if hp.tie_word_embeddings else 0
     assert cost.token_macs + cost.logit_macs == sum(matrices) + head
     unfused = plan_cost(build_plan(tiny_source(name), fuse=False))

@@ -23,6 +23,7 @@ from tellin.models.plan.listing import format_plan
 from tests.models.adapters import Pairs, base_weights, merged
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny import (
+    ALL_CASES,
     BASE,
     CASES,
     MAX_MODEL_LEN,
@@ -115,7 +116,7 @@ def test_the_fused_plan_has_one_operation_per_input() -> None:
 
 def test_logit_rows_are_gathered_before_they_are_used() -> None:
     """All gathers come before the first operation on logit rows, so long steps run in passes."""
-    for name in CASES:
+    for name in ALL_CASES:
         ops = plan_of(name, max_lora_rank=8).ops
         gathers = [i for i, op in enumerate(ops) if isinstance(op, ir.GatherRows)]
         logit = [

@@ -14,7 +14,7 @@ from tellin.models.plan import ir, passes
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan, Rows
 from tests.models.stepping import logits_of
-from tests.models.tiny import BASE, CASES, memory_source, tiny_source, tiny_token_ids
+from tests.models.tiny import ALL_CASES, BASE, CASES, memory_source, tiny_source, tiny_token_ids
 
 WIDTH = BASE.hidden_size
 
@@ -195,13 +195,14 @@ def test_few_buffers_remain(name: str) -> None:
     assert [x.id for x in plan.buffers] == list(range(len(plan.buffers)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_operations_share_buffers_only_where_they_may(name: str) -> None:
     allowed = {
         ir.RmsNorm: {"x"},
         ir.LayerNorm: {"x"},
         ir.Linear: {"residual"},
         ir.ActMul: {"gate", "up"},
+        ir.GateRows: {"x"},
         ir.Activation: {"x"},
         ir.Add: {"x", "y"},
     }
@@ -239,7 +240,7 @@ def test_the_residual_stream_stays_in_one_buffer() -> None:
 
 
 @pytest.mark.parametrize("run_pass", passes.PASSES, ids=lambda p: p.__name__)
-@pytest.mark.parametrize("name", ["llama_biases", "gemma2", "bert"])
+@pytest.mark.parametrize("name", ["llama_biases", "gemma2", "bert", "qwen2moe", "granitemoe"])
 def test_each_pass_alone_changes_no_bit(name: str, run_pass: Callable[[Plan], Plan]) -> None:
     plan = build_plan(tiny_source(name), fuse=False)
     assert_same_values(plan, run_pass(plan))

@@ -159,6 +159,7 @@ EXPERT_CASES: dict[str, ModelHParams] = {
     ),
 }
 """Mixtures of experts."""
+ALL_CASES: dict[str, ModelHParams] = CASES | EXPERT_CASES
 DENSE_LAYERS: Mapping[str, tuple[int, ...]] = {"qwen3moe_some_dense": (0, 2)}
 """Layers without experts."""
 SHARED_WIDTH = 80
@@ -183,7 +184,7 @@ def tensor_shapes(
 
 def tiny_arrays(name: str) -> dict[str, np.ndarray]:
     """Float32 weights of a case, by canonical name."""
-    hp = hparams_of(name)
+    hp = ALL_CASES[name]
     random = np.random.RandomState(zlib.crc32(name.encode()))
     arrays = {}
     for tensor, shape in tensor_shapes(hp, DENSE_LAYERS.get(name, ())).items():
@@ -198,12 +199,7 @@ def tiny_arrays(name: str) -> dict[str, np.ndarray]:
 
 def tiny_source(name: str) -> MemorySource:
     """Case ``name`` as a source of float32 tensors."""
-    return memory_source(hparams_of(name), tiny_arrays(name))
-
-
-def hparams_of(name: str) -> ModelHParams:
-    """Hyperparameters of a case, dense or with experts."""
-    return CASES[name] if name in CASES else EXPERT_CASES[name]
+    return memory_source(ALL_CASES[name], tiny_arrays(name))
 
 
 def memory_source(hparams: ModelHParams, arrays: Mapping[str, np.ndarray]) -> MemorySource:

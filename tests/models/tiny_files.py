@@ -14,7 +14,7 @@ import numpy as np
 
 from tellin.loading.tensors import ModelHParams, QuantType
 from tests.loading.gguf_writer import RawTensor, write_gguf
-from tests.models.tiny import DENSE_LAYERS, SHARED_WIDTH, hparams_of, tiny_arrays
+from tests.models.tiny import ALL_CASES, DENSE_LAYERS, SHARED_WIDTH, tiny_arrays
 
 _GLOBAL = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -45,7 +45,7 @@ Arrays = dict[str, np.ndarray]
 
 def write_tiny_gguf(path: Path, name: str, quant_type: QuantType = QuantType.F32) -> Path:
     """Case ``name``; matrices, but for the router, are stored as ``quant_type``."""
-    hp = hparams_of(name)
+    hp = ALL_CASES[name]
     architecture = "llama" if hp.architecture == "mixtral" else hp.architecture
     arrays = tiny_arrays(name)
     if architecture in _PERMUTED:

@@ -19,9 +19,8 @@ import transformers
 
 from tellin.loading.tensors import ModelHParams
 from tests.models.tiny import (
-    CASES,
+    ALL_CASES,
     DENSE_LAYERS,
-    EXPERT_CASES,
     SHARED_WIDTH,
     tiny_arrays,
     tiny_token_ids,
@@ -245,7 +244,7 @@ def run(name: str, hp: ModelHParams) -> dict[str, np.ndarray]:
 def main() -> None:
     torch.manual_seed(0)
     stored: dict[str, np.ndarray] = {}
-    for name, hp in (CASES | EXPERT_CASES).items():
+    for name, hp in ALL_CASES.items():
         stored |= run(name, hp)
         print(name, stored[name].shape, "std", stored[name].std())
     path = Path("tests/data/tiny_logits.npz")
