@@ -301,6 +301,16 @@ void bind_runtime(nb::module_& m) {
           },
           "x"_a, "gate"_a, "up"_a, "out"_a, "act"_a)
       .def(
+          "experts",
+          [](BoundProgram& p, int x, int router, const std::vector<int>& gate, const std::vector<int>& up,
+             const std::vector<int>& down, int out, const std::string& act, int64_t top_k, bool normalize) {
+            p.program.experts(x, router, gate, up, down, out, activation_named(act), top_k, normalize);
+          },
+          "x"_a, "router"_a, "gate"_a, "up"_a, "down"_a, "out"_a, "act"_a, "top_k"_a, "normalize"_a)
+      .def(
+          "gate_rows", [](BoundProgram& p, int x, int gate, int out) { p.program.gate_rows(x, gate, out); },
+          "x"_a, "gate"_a, "out"_a)
+      .def(
           "rope",
           [](BoundProgram& p, int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved) {
             p.program.rope(x, rotary, num_heads, head_dim, interleaved);

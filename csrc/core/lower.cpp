@@ -61,6 +61,7 @@ RowChain& Program::State::chain(RowKind rows) {
 void Program::State::append(const RowOp& op, Buffer& target) {
   append(op, target.rows);
   wrote(target);
+  chain_of.emplace_back(&target, &chain(target.rows));
 }
 
 void Program::State::append(const RowOp& op, RowKind rows) {
@@ -81,6 +82,7 @@ void Program::State::wrote(const Buffer& target) {
   quantized_valid.erase(std::remove_if(quantized_valid.begin(), quantized_valid.end(), is_target),
                         quantized_valid.end());
   unread.erase(std::remove_if(unread.begin(), unread.end(), is_target), unread.end());
+  chain_of.erase(std::remove_if(chain_of.begin(), chain_of.end(), is_target), chain_of.end());
 }
 
 void Program::State::quantize(Buffer& x, ActPrecision precision) {
@@ -92,6 +94,11 @@ void Program::State::quantize(Buffer& x, ActPrecision precision) {
   RowOp op = make(RowOp::Kind::kQuantize);
   op.precision = precision;
   op.x = &x;
+  for (const auto& [target, writer] : chain_of) {
+    if (target != &x) continue;
+    writer->append(op);  // while the row is in cache, whatever stages have come since
+    return;
+  }
   append(op, x.rows);
 }
 
@@ -203,6 +210,16 @@ void Program::activation(int x, int out, Activation act) {
   op.out = &state_->buffer(out);
   require_like(*op.x, *op.out);
   op.act = act;
+  state_->append(op, *op.out);
+}
+
+void Program::gate_rows(int x, int gate, int out) {
+  RowOp op = make(RowOp::Kind::kGateRows);
+  op.x = &state_->buffer(x);
+  op.y = &state_->buffer(gate);
+  op.out = &state_->buffer(out);
+  require_like(*op.x, *op.out);
+  require(op.y->width == 1 && op.y->rows == op.x->rows, "gate_rows: the gate must have one value per row");
   state_->append(op, *op.out);
 }
 

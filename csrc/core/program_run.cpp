@@ -275,7 +275,11 @@ class Program::Run final : public ThreadTeam::Job {
     for (size_t p = 0; p < num_passes_; ++p) widest = std::max(widest, state_.passes[p]->num_tokens);
     for (const auto& buffer : state_.buffers) {
       const int64_t tokens = buffer->exported ? input_.num_tokens : widest;
-      reserve(*buffer, buffer->rows == RowKind::kTokens ? tokens : input_.num_logits, *state_.kernels.linear);
+      const int64_t rows = buffer->rows == RowKind::kTokens ? tokens : input_.num_logits;
+      reserve(*buffer, rows * buffer->per_row, *state_.kernels.linear);
+    }
+    for (const auto& experts : state_.experts) {
+      experts->reserve(experts->shape.rows == RowKind::kTokens ? widest : input_.num_logits);
     }
   }
 

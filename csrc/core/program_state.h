@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention_stage.h"
+#include "experts_stage.h"
 #include "lora_stage.h"
 #include "row_chain.h"
 #include "stage.h"
@@ -43,6 +44,8 @@ struct Program::State {
   std::vector<Rotary> rotaries;
   // Buffers whose quantised rows match their values, while building.
   std::vector<std::pair<const Buffer*, ActPrecision>> quantized_valid;
+  // The chains that wrote buffers last, while building.
+  std::vector<std::pair<const Buffer*, RowChain*>> chain_of;
   // Stages whose output has been read as quantised rows at most, while building.
   std::vector<std::pair<const Buffer*, Stage*>> unread;
 
@@ -55,6 +58,7 @@ struct Program::State {
   std::vector<AttentionScratch> scratch;  // per member
 
   LoraState lora;
+  std::vector<std::unique_ptr<ExpertsState>> experts;  // by shape
 
   // Of the running step; kept between steps for their memory.
   std::vector<int64_t> slots;
@@ -90,6 +94,7 @@ struct Program::State {
   // Notes that rows of this width can be given.
   void takes_embeds(int64_t width);
   size_t shape_index(const AttentionShape& shape);
+  ExpertsState* experts_state(const ExpertsShape& shape, int num_threads);
 };
 
 }  // namespace tellin

@@ -30,6 +30,8 @@ const char* name(RowOp::Kind kind) {
       return "act_mul";
     case RowOp::Kind::kActivation:
       return "activation";
+    case RowOp::Kind::kGateRows:
+      return "gate_rows";
     case RowOp::Kind::kAdd:
       return "add";
     case RowOp::Kind::kAddBias:
@@ -137,6 +139,9 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       return k.act_mul(op.act, op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
     case RowOp::Kind::kActivation:
       return k.activation(op.act, op.x->row(row), op.x->width, op.out->row(row));
+    case RowOp::Kind::kGateRows:
+      return k.scale(op.x->row(row), 1.0f / (1.0f + std::exp(-op.y->row(row)[0])), op.x->width,
+                     op.out->row(row));
     case RowOp::Kind::kAdd:
       return k.add(op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
     case RowOp::Kind::kAddBias:

@@ -21,6 +21,7 @@ struct RowOp {
     kKvStore,     // x, y = k, v into the cache
     kActMul,      // out = act(x) * y
     kActivation,  // out = act(x)
+    kGateRows,    // out = x * sigmoid(y), y one value
     kAdd,         // out = x + y
     kAddBias,     // x += bias
     kAddTable,    // x += table[position]

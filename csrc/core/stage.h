@@ -21,6 +21,7 @@ struct Buffer {
   int64_t width = 0;
   int64_t stride = 0;
   RowKind rows = RowKind::kTokens;
+  int64_t per_row = 1;    // rows of the buffer for each of those
   bool exported = false;  // read by the caller afterwards: contiguous, and all rows of the step are kept
   int64_t capacity = 0;   // rows
   std::shared_ptr<MappedMemory> memory;

@@ -21,6 +21,7 @@
 namespace tellin {
 
 struct Buffer;
+struct ExpertMatrices;
 struct LinearPart;
 
 // Arrays of one step (see kernels/batch.py), owned by the caller.
@@ -107,6 +108,11 @@ class Program {
   void layer_norm(int x, int weight, int bias, int out, float eps);
   void linear(int x, const std::vector<Part>& parts, int residual);
   void gated_linear(int x, Part gate, Part up, int out, Activation act);
+  // A matrix of every expert. Router: a logit for each.
+  void experts(int x, int router, const std::vector<int>& gate, const std::vector<int>& up,
+               const std::vector<int>& down, int out, Activation act, int64_t top_k, bool normalize);
+  // out = x * sigmoid(gate), one value per row.
+  void gate_rows(int x, int gate, int out);
   // out += (x A^T) B^T for each of `outs`, in rows of requests with an adapter. Returns the number of the
   // first output's site; the others follow.
   int lora(int x, const std::vector<int>& outs, int64_t max_rank);
@@ -143,6 +149,8 @@ class Program {
   void set_adapter(int slot, const std::vector<LoraWeights>& weights);
   void clear_adapter(int slot);
   static constexpr int kMaxAdapterSlots = 4096;
+  static constexpr int64_t kMaxExperts = 1024;
+  static constexpr int64_t kMaxExpertsPerRow = 32;
 
   void forward(const StepInput& input);
   RowsView output() const { return view(output_); }
@@ -176,6 +184,7 @@ class Program {
 
   const Weight& checked_weight(int id, const Buffer& input) const;
   void add_linear(Buffer& input, std::vector<LinearPart> parts);
+  ExpertMatrices expert_matrices(const std::vector<int>& ids, const Buffer& input, int64_t rows) const;
   void check_step(const StepInput& input) const;
   void check_adapters(const StepInput& input) const;
   void check_embeds(const StepInput& input) const;

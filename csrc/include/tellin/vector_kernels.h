@@ -43,6 +43,8 @@ struct VectorKernels {
   void (*act_mul)(Activation act, const float* gate, const float* up, int64_t n, float* out);
   // Rotates 2 * half values of one head in place by the angles whose cosines and sines are given.
   void (*rope)(float* head, const float* cos, const float* sin, int64_t half, bool interleaved);
+  // out += factor * x, in one rounding where the machine has one for it.
+  void (*add_scaled)(const float* x, float factor, int64_t n, float* out);
 };
 
 // One tile of the KV cache: 16 consecutive positions of one kv head, K as [head_dim][16], V as

@@ -5,8 +5,8 @@
 namespace tellin {
 
 const VectorKernels* vector_table_avx2() {
-  static const VectorKernels table{"avx2",  rms_norm,   layer_norm, add, scale,
-                                   softcap, activation, act_mul,    rope};
+  static const VectorKernels table{"avx2",  rms_norm,   layer_norm, add,  scale,
+                                   softcap, activation, act_mul,    rope, add_scaled};
   return &table;
 }
 

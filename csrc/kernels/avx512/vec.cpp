@@ -10,8 +10,8 @@
 namespace tellin {
 
 const VectorKernels* vector_table_avx512() {
-  static const VectorKernels table{"avx512", rms_norm,   layer_norm, add, scale,
-                                   softcap,  activation, act_mul,    rope};
+  static const VectorKernels table{"avx512", rms_norm,   layer_norm, add,  scale,
+                                   softcap,  activation, act_mul,    rope, add_scaled};
   return &table;
 }
 

@@ -5,8 +5,8 @@
 namespace tellin {
 
 const VectorKernels* vector_table_neon() {
-  static const VectorKernels table{"neon",  rms_norm,   layer_norm, add, scale,
-                                   softcap, activation, act_mul,    rope};
+  static const VectorKernels table{"neon",  rms_norm,   layer_norm, add,  scale,
+                                   softcap, activation, act_mul,    rope, add_scaled};
   return &table;
 }
 

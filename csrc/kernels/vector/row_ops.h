@@ -96,6 +96,11 @@ void scale(const float* x, float factor, int64_t n, float* out) {
   map1(x, n, out, [&](V v) { return Simd::mul(v, f); });
 }
 
+void add_scaled(const float* x, float factor, int64_t n, float* out) {
+  const V f = Simd::set1(factor);
+  map2(x, out, n, out, [&](V v, V sum) { return Simd::fma(v, f, sum); });
+}
+
 void softcap(const float* x, float cap, int64_t n, float* out) {
   const V c = Simd::set1(cap);
   map1(x, n, out, [&](V v) { return Simd::mul(c, vtanh(Simd::div(v, c))); });

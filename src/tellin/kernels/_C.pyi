@@ -44,6 +44,19 @@ class Program:
     def gated_linear(
         self, x: int, gate: tuple[int, int, int], up: tuple[int, int, int], out: int, act: str
     ) -> None: ...
+    def experts(
+        self,
+        x: int,
+        router: int,
+        gate: Sequence[int],
+        up: Sequence[int],
+        down: Sequence[int],
+        out: int,
+        act: str,
+        top_k: int,
+        normalize: bool,
+    ) -> None: ...
+    def gate_rows(self, x: int, gate: int, out: int) -> None: ...
     def lora(self, x: int, outs: Sequence[int], max_rank: int) -> int: ...
     def rope(
         self, x: int, rotary: int, num_heads: int, head_dim: int, interleaved: bool

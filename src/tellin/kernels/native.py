@@ -383,7 +383,8 @@ class _Compiler:
         try:
             return function(*args)
         except ValueError as error:
-            tensors = "" if op is None else ", ".join(t.name for t in op.weights)
+            names = [] if op is None else [t.name for t in op.weights]
+            tensors = ", ".join(names if len(names) < 8 else [names[0], "...", names[-1]])
             where = "" if op is None else f"{type(op).__name__}({tensors}): "
             raise UnsupportedModelError(f"{where}{error}") from None
 
@@ -464,6 +465,23 @@ class _Compiler:
         up = (self._weight(op, op.up), self._vector(op, op.up_bias), out)
         self._call(op, self.program.gated_linear, self._buffer(op.x), gate, up, out, op.act)
 
+    def _experts(self, op: ir.Experts) -> None:
+        self._call(
+            op,
+            self.program.experts,
+            self._buffer(op.x),
+            self._buffer(op.router),
+            *([self._weight(op, tensor) for tensor in part] for part in (op.gate, op.up, op.down)),
+            self._buffer(op.out),
+            op.act,
+            op.top_k,
+            op.normalize,
+        )
+
+    def _gate_rows(self, op: ir.GateRows) -> None:
+        x, gate, out = self._buffer(op.x), self._buffer(op.gate), self._buffer(op.out)
+        self._call(op, self.program.gate_rows, x, gate, out)
+
     def _lora(self, op: ir.Lora) -> None:
         outs = [self._buffer(out) for out in op.writes]
         first: int = self._call(op, self.program.lora, self._buffer(op.x), outs, op.max_rank)
@@ -535,6 +553,8 @@ _EMIT: dict[type[ir.Op], Callable[[_Compiler, Any], None]] = {
     ir.Linear: _Compiler._linear,
     ir.MultiLinear: _Compiler._multi_linear,
     ir.GatedLinear: _Compiler._gated_linear,
+    ir.Experts: _Compiler._experts,
+    ir.GateRows: _Compiler._gate_rows,
     ir.Lora: _Compiler._lora,
     ir.Rope: _Compiler._rope,
     ir.Attention: _Compiler._attention,

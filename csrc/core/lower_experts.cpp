@@ -1,0 +1,88 @@
+// Lowering of mixtures of experts.
+#include <algorithm>
+
+#include "experts_stage.h"
+#include "program_state.h"
+#include "require.h"
+
+namespace tellin {
+
+// Operations of one shape share what lies between their stages.
+ExpertsState* Program::State::experts_state(const ExpertsShape& shape, int num_threads) {
+  for (const auto& entry : experts) {
+    if (entry->shape == shape) return entry.get();
+  }
+  auto hidden = std::make_unique<Buffer>();
+  hidden->width = shape.inner;
+  hidden->stride = ((shape.inner + 15) / 16 | 1) * 16;  // an odd number of cache lines
+  hidden->rows = shape.rows;
+  hidden->per_row = shape.top_k;
+  experts.push_back(std::make_unique<ExpertsState>(kernels, num_threads, shape, hidden.get()));
+  buffers.push_back(std::move(hidden));
+  return experts.back().get();
+}
+
+// The same matrix of every expert: `rows` x the input's width (0: any number of rows), packed alike.
+ExpertMatrices Program::expert_matrices(const std::vector<int>& ids, const Buffer& input,
+                                        int64_t rows) const {
+  ExpertMatrices matrices;
+  for (const int id : ids) {
+    const Weight& weight = checked_weight(id, input);
+    if (matrices.of.empty()) {
+      matrices.precision = weight.precision;
+      if (rows == 0) rows = weight.packed.n;
+    }
+    require(weight.packed.n == rows, "experts: a matrix has " + std::to_string(weight.packed.n) +
+                                         " rows where " + std::to_string(rows) + " are needed");
+    require(weight.precision == matrices.precision &&
+                (matrices.of.empty() || weight.packed.layout == matrices.of[0]->layout),
+            "experts: the matrices must have one storage type");
+    matrices.of.push_back(&weight.packed);
+  }
+  return matrices;
+}
+
+void Program::experts(int x, int router, const std::vector<int>& gate, const std::vector<int>& up,
+                      const std::vector<int>& down, int out, Activation act, int64_t top_k, bool normalize) {
+  require(!state_->finalized, "the program is final");
+  Buffer& input = state_->buffer(x);
+  Buffer& logits = state_->buffer(router);
+  Buffer& target = state_->buffer(out);
+  const auto count = static_cast<int64_t>(gate.size());
+  require(count >= 1 && count <= kMaxExperts, "experts: there must be between 1 and 1024");
+  require(up.size() == gate.size() && down.size() == gate.size() && logits.width == count,
+          "experts: each needs three matrices and a logit");
+  require(top_k >= 1 && top_k <= std::min(count, kMaxExpertsPerRow),
+          "experts: a row may choose between 1 and 32 of them, and not more than there are");
+  require(logits.rows == input.rows && target.rows == input.rows,
+          "experts: operands must have the same kind of rows");
+  require(&target != &input && &target != &logits, "experts: the output must be a buffer of its own");
+  ExpertsOperands op;
+  op.x = &input;
+  op.router = &logits;
+  op.out = &target;
+  op.act = act;
+  op.normalize = normalize;
+  op.gate = expert_matrices(gate, input, 0);
+  const int64_t inner = op.gate.of[0]->n;
+  op.up = expert_matrices(up, input, inner);
+  op.state = state_->experts_state({count, top_k, input.width, inner, input.rows}, num_threads());
+  Buffer& hidden = *op.state->hidden;
+  op.down = expert_matrices(down, hidden, target.width);
+  if (op.down.precision != ActPrecision::kFloat32) hidden.quantized(op.down.precision).used = true;
+  state_->reads(logits);
+  for (const ActPrecision precision : {op.gate.precision, op.up.precision}) {
+    if (precision == ActPrecision::kFloat32) {
+      state_->reads(input);
+    } else {
+      state_->quantize(input, precision);
+    }
+  }
+  const auto shared = std::make_shared<const ExpertsOperands>(std::move(op));
+  state_->stages.push_back({std::make_unique<RouteStage>(shared), input.rows});
+  state_->stages.push_back({std::make_unique<ExpertsGateStage>(state_->kernels, shared), input.rows});
+  state_->stages.push_back({std::make_unique<ExpertsDownStage>(state_->kernels, shared), input.rows});
+  state_->wrote(target);
+}
+
+}  // namespace tellin
