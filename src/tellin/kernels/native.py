@@ -10,7 +10,6 @@ row's bits depend on its own tokens only.
 from __future__ import annotations
 
 import logging
-import mmap
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -29,6 +28,7 @@ from tellin.kernels import _C
 from tellin.kernels.adapters import smallest_tensor
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.cpu import ThreadChoice, default_num_threads
+from tellin.kernels.file_pages import release_pages
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
 
@@ -363,7 +363,7 @@ class _Compiler:
         for table in self.tables:
             if _identity(table) not in self.weights:  # else looked at while it was packed
                 _require_finite(table)
-                _release_pages(table.data)
+                release_pages(table.data)
 
     def _pack(self, weight: int, tensor: TensorRef) -> None:
         """Pack slice by slice, so that a large matrix is never in memory twice."""
@@ -376,7 +376,7 @@ class _Compiler:
                 self.program.pack_weight(weight, begin, end)
             except ValueError as error:
                 raise _damaged(tensor) from error
-            _release_pages(tensor.data[begin * row_bytes : end * row_bytes])
+            release_pages(tensor.data[begin * row_bytes : end * row_bytes])
 
     def _call(self, op: ir.Op | None, function: Callable[..., Any], *args: Any) -> Any:
         """Call the program; what it refuses is a plan that this backend cannot run."""
@@ -584,22 +584,3 @@ def _damaged(tensor: TensorRef) -> ModelLoadError:
     return ModelLoadError(
         f"tensor {tensor.name!r} holds NaN or infinity; the file is damaged, or was badly converted"
     )
-
-
-def _release_pages(view: npt.NDArray[np.uint8]) -> None:
-    """Drop the pages of packed bytes from this process if they are those of a file.
-
-    Only a read-only `mmap` qualifies: discarding its pages loses nothing, they would be read again.
-    """
-    base: Any = view
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if isinstance(base, memoryview):
-        base = base.obj
-    if not isinstance(base, mmap.mmap) or not memoryview(base).readonly:
-        return
-    first = np.frombuffer(base, dtype=np.uint8, count=1).ctypes.data
-    start = (view.ctypes.data - first) // mmap.PAGESIZE * mmap.PAGESIZE
-    stop = view.ctypes.data - first + view.nbytes
-    if hasattr(mmap, "MADV_DONTNEED"):
-        base.madvise(mmap.MADV_DONTNEED, start, stop - start)
