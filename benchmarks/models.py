@@ -2,7 +2,7 @@
 
 Names: a model of tellin's store (``smollm2``, ``gemma3-270m``), ``synthetic-q4_0`` and its like
 (the 1.1 B Llama with random weights that `benchmarks.synthetic` writes into the cache),
-``synthetic-moe-q4_0`` and its like (2.6 B weights in 64 experts, of which a token uses 8), or a
+``synthetic-moe-q4_0`` and its like (2.5 B weights in 64 experts, of which a token uses 8), or a
 GGUF path.
 """
 

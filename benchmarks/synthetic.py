@@ -76,7 +76,7 @@ SIZES = {
     ),
 }  # fmt: skip
 """Shapes of SmolLM2 (135m, 360m), Llama 3 (1b, 3b, 8b) and Qwen3-30B-A3B (30b-moe), of a mixture of
-2.6 billion weights of which a token uses 0.4 (moe), and two that a test can afford."""
+2.5 billion weights of which a token uses 0.4 (moe), and two that a test can afford."""
 
 
 def write_llama(path: Path, shape: ModelShape, quant: str = "q4_0", seed: int = 0) -> Path:
