@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tellin.exceptions import AdapterError, AdapterNotFoundError
 from tellin.loading.lora import Adapter, load_adapter
 from tests.models.adapters import SHAPE, Arrays, Pairs, adapter_pairs, write_adapter
-from tests.models.tiny import CASES, tensor_shapes
+from tests.models.tiny import CASES, EXPERT_CASES, tensor_shapes
 
 
 def sites(hparams: Any = SHAPE) -> dict[str, tuple[int, int]]:
@@ -220,6 +220,27 @@ def test_tensors_that_nobody_knows(tmp_path: Path, old: str, new: str, words: st
     write_adapter(tmp_path, adapter_pairs(4, 1, ("q_proj",)))
     with pytest.raises(AdapterError, match=words):
         load(rename(tmp_path, lambda name: name.replace(old, new)))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
+def test_adapters_of_experts_are_refused_in_one_reason(tmp_path: Path, name: str) -> None:
+    """Those of attention and of the router fit; the many layers of experts are not listed."""
+    hparams = EXPERT_CASES[name]
+    attention = adapter_pairs(4, 1, ("q_proj", "v_proj", "mlp.gate"), hparams)
+    known = {
+        layer: (shape[1], shape[0])
+        for key, shape in tensor_shapes(hparams).items()
+        if (layer := key.removesuffix(".weight")) and ".experts." not in layer and len(shape) == 2
+    }
+    adapter = load_adapter(write_adapter(tmp_path, attention), hparams, known, 16)
+    assert_pairs(adapter, attention, 2.0)
+    write_adapter(tmp_path, attention | adapter_pairs(4, 1, ("gate_proj", "up_proj"), hparams))
+    if name == "mixtral":
+        old = {"mlp.experts": "block_sparse_moe.experts", "gate_proj": "w1", "up_proj": "w3"}
+        for ours, theirs in old.items():
+            rename(tmp_path, lambda key, a=ours, b=theirs: key.replace(a, b))
+    with pytest.raises(AdapterError, match=r"used: it changes the experts.*o_proj\)\Z"):
+        load_adapter(tmp_path, hparams, known, 16)
 
 
 def test_half_a_pair(tmp_path: Path) -> None:

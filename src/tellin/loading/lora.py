@@ -176,6 +176,12 @@ class _Reader:
         """The matrices of one layer of the file: of several of the model's if it is a fused one."""
         name = canonical_hf_name(self.hparams.architecture, f"{layer}.weight")
         name = name.removesuffix(".weight")
+        if ".mlp.experts." in f"{name}.":
+            self.reasons.append(
+                "it changes the experts of a mixture, which is not supported; train one of "
+                "attention (target_modules q_proj, k_proj, v_proj, o_proj)"
+            )
+            return {}
         parts = fused_parts(self.hparams, name) or [(name, self.sites.get(name, (0, 0))[1])]
         if any(part not in self.sites for part, _ in parts):
             self.reasons.append(f"{layer} is not a layer that can take an adapter")
