@@ -25,8 +25,8 @@ from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny import (
     ALL_CASES,
     BASE,
-    CASES,
     MAX_MODEL_LEN,
+    NATIVE_CASES,
     memory_source,
     tiny_arrays,
     tiny_source,
@@ -130,7 +130,7 @@ def test_logit_rows_are_gathered_before_they_are_used() -> None:
 # ---------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NATIVE_CASES)
 def test_values_are_those_of_merged_weights(name: str) -> None:
     """y = W x + B A x, on every architecture, in both backends, for each request its own."""
     plan, ids = plan_of(name, max_lora_rank=MAX_RANK), tiny_token_ids()
@@ -148,7 +148,7 @@ def test_values_are_those_of_merged_weights(name: str) -> None:
         if slot >= 0:
             scaled = {k: (a, b / 2) for k, (a, b) in adapters[slot].items()}  # alpha is 2 r
             arrays = merged(arrays, scaled)
-        source = memory_source(CASES[name], arrays)
+        source = memory_source(ALL_CASES[name], arrays)
         own = ReferenceBackend(build_plan(source, max_model_len=MAX_MODEL_LEN.get(name)))
         np.testing.assert_allclose(logits, logits_of(own, ids), rtol=0, atol=2e-4)
 
@@ -220,7 +220,7 @@ def test_gguf_order_of_rows_means_the_same(tmp_path: Any) -> None:
     assert np.abs(logits[0] - logits[1]).max() > 0.1
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama_biases"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama_biases", "qwen2moe"])
 def test_7_3_3_without_an_adapter_no_bit_changes(name: str) -> None:
     """With adapters loaded or not, rows without one are those of a plan without LoRA."""
     ids = [tiny_token_ids(), tiny_token_ids(7)]

@@ -350,10 +350,7 @@ class _Compiler:
         for layer in self.plan.kv_layers:
             self._call(None, self.program.add_kv_layer, layer.num_kv_heads, layer.head_dim)
         for op in self.plan.ops:
-            emit = _EMIT.get(type(op))
-            if emit is None:
-                raise UnsupportedModelError(f"{type(op).__name__} does not run on this backend yet")
-            emit(self, op)
+            _EMIT[type(op)](self, op)
             # Joined a chain of row operations, or its main stage is the last it made.
             self.op_stages.append(self.program.num_stages - 1)
         hidden = _NONE if self.plan.hidden is None else self.buffers[self.plan.hidden.id]
