@@ -33,9 +33,10 @@ using Floats = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::c
 using Spans = nb::ndarray<nb::numpy, int64_t, nb::ndim<2>, nb::c_contig>;
 using Table = nb::ndarray<const int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Rows = nb::ndarray<nb::numpy, float, nb::ndim<2>>;
-using TensorTuple = std::tuple<int, Bytes, int64_t, int64_t>;  // type, bytes, rows, columns
-using LoraTuple = std::tuple<int, TensorTuple, TensorTuple>;   // site, A, B
-using PartTuple = std::tuple<int, int, int>;                   // weight, bias, out
+using TensorTuple = std::tuple<int, Bytes, int64_t, int64_t>;       // type, bytes, rows, columns
+using LoraTuple = std::tuple<int, TensorTuple, TensorTuple>;        // site, A, B
+using PartTuple = std::tuple<int, int, int>;                        // weight, bias, out
+using ExpertPair = std::tuple<std::vector<int>, std::vector<int>>;  // weights, biases
 
 TensorView tensor_view(int type, const Bytes& data, int64_t rows, int64_t columns) {
   return {static_cast<QuantType>(type), data.data(), data.shape(0), rows, columns};
@@ -44,6 +45,10 @@ TensorView tensor_view(int type, const Bytes& data, int64_t rows, int64_t column
 TensorView tensor_view(const TensorTuple& tensor) {
   const auto& [type, data, rows, columns] = tensor;
   return tensor_view(type, data, rows, columns);
+}
+
+Program::ExpertParts expert_parts(const ExpertPair& ids) {
+  return {std::get<0>(ids), std::get<1>(ids)};
 }
 
 Program::Part part(const PartTuple& ids) {
@@ -302,9 +307,10 @@ void bind_runtime(nb::module_& m) {
           "x"_a, "gate"_a, "up"_a, "out"_a, "act"_a)
       .def(
           "experts",
-          [](BoundProgram& p, int x, int router, const std::vector<int>& gate, const std::vector<int>& up,
-             const std::vector<int>& down, int out, const std::string& act, int64_t top_k, bool normalize) {
-            p.program.experts(x, router, gate, up, down, out, activation_named(act), top_k, normalize);
+          [](BoundProgram& p, int x, int router, const ExpertPair& gate, const ExpertPair& up,
+             const ExpertPair& down, int out, const std::string& act, int64_t top_k, bool normalize) {
+            p.program.experts(x, router, expert_parts(gate), expert_parts(up), expert_parts(down), out,
+                              activation_named(act), top_k, normalize);
           },
           "x"_a, "router"_a, "gate"_a, "up"_a, "down"_a, "out"_a, "act"_a, "top_k"_a, "normalize"_a)
       .def(

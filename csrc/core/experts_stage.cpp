@@ -52,6 +52,14 @@ struct Product {
   }
 };
 
+// Adds columns [column, column + count) of an expert's bias to rows [0, rows) of a product.
+void add_bias(const VectorKernels& vector, const ExpertMatrices& matrices, size_t expert, int64_t rows,
+              int64_t column, int64_t count, float* product) {
+  if (matrices.bias.empty()) return;
+  const float* const bias = matrices.bias[expert] + column;
+  for (int64_t m = 0; m < rows; ++m, product += count) vector.add(product, bias, count, product);
+}
+
 // A matrix, and what is read after columns of it.
 PackedMatrix followed(const PackedMatrix& matrix, const uint8_t* follow) {
   PackedMatrix copy = matrix;
@@ -309,6 +317,8 @@ void ExpertsGateStage::run(int64_t index, int member) noexcept {
   up_rows.product(followed(up_matrix, group(gate_after, after.first)), up_rows.m0, up_rows.m0 + rows,
                   task.first, task.last, up - up_rows.m0 * count - column, count);
   const VectorKernels& vector = *kernels_.vector;
+  add_bias(vector, op_->gate, expert, rows, column, count, gate);
+  add_bias(vector, op_->up, expert, rows, column, count, up);
   const Buffer& hidden = *state.hidden;
   const ActPrecision precision = op_->down.precision;
   if (precision == ActPrecision::kFloat32) {
@@ -377,6 +387,7 @@ void ExpertsDownStage::run(int64_t index, int member) noexcept {
     for (int64_t m = begin; m < end; m += tile_rows) {
       const int64_t stop = std::min(end, m + tile_rows);
       product(matrix, m, stop, task.first, task.last, scratch - m * count - column, count);
+      add_bias(*kernels_.vector, op_->down, expert, stop - m, column, count, scratch);
       for (int64_t entry = m; entry < stop; ++entry) {
         kernels_.vector->add_scaled(scratch + (entry - m) * count, entries[entry].share, count,
                                     op_->out->row(entries[entry].row) + column);

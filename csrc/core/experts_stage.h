@@ -85,9 +85,10 @@ class ExpertsState {
   int64_t total_cost_ = 0, cost_done_ = 0;
 };
 
-// One matrix of every expert.
+// One matrix of every expert, and its bias if there are any.
 struct ExpertMatrices {
   std::vector<const PackedMatrix*> of;
+  std::vector<const float*> bias;
   ActPrecision precision;
 };
 

@@ -22,11 +22,13 @@ ExpertsState* Program::State::experts_state(const ExpertsShape& shape, int num_t
   return experts.back().get();
 }
 
-// The same matrix of every expert: `rows` x the input's width (0: any number of rows), packed alike.
-ExpertMatrices Program::expert_matrices(const std::vector<int>& ids, const Buffer& input,
-                                        int64_t rows) const {
+// The same matrix of every expert: `rows` x the input's width (0: any number of rows), packed alike; and
+// their biases, or none.
+ExpertMatrices Program::expert_matrices(const ExpertParts& parts, const Buffer& input, int64_t rows) const {
   ExpertMatrices matrices;
-  for (const int id : ids) {
+  require(parts.biases.empty() || parts.biases.size() == parts.weights.size(),
+          "experts: each needs a bias, or none has one");
+  for (const int id : parts.weights) {
     const Weight& weight = checked_weight(id, input);
     if (matrices.of.empty()) {
       matrices.precision = weight.precision;
@@ -39,18 +41,23 @@ ExpertMatrices Program::expert_matrices(const std::vector<int>& ids, const Buffe
             "experts: the matrices must have one storage type");
     matrices.of.push_back(&weight.packed);
   }
+  for (const int bias : parts.biases) {
+    require(bias >= 0, "experts: each needs a bias, or none has one");
+    matrices.bias.push_back(state_->vector(bias, rows));
+  }
   return matrices;
 }
 
-void Program::experts(int x, int router, const std::vector<int>& gate, const std::vector<int>& up,
-                      const std::vector<int>& down, int out, Activation act, int64_t top_k, bool normalize) {
+void Program::experts(int x, int router, const ExpertParts& gate, const ExpertParts& up,
+                      const ExpertParts& down, int out, Activation act, int64_t top_k, bool normalize) {
   require(!state_->finalized, "the program is final");
   Buffer& input = state_->buffer(x);
   Buffer& logits = state_->buffer(router);
   Buffer& target = state_->buffer(out);
-  const auto count = static_cast<int64_t>(gate.size());
+  const auto count = static_cast<int64_t>(gate.weights.size());
   require(count >= 1 && count <= kMaxExperts, "experts: there must be between 1 and 1024");
-  require(up.size() == gate.size() && down.size() == gate.size() && logits.width == count,
+  require(up.weights.size() == gate.weights.size() && down.weights.size() == gate.weights.size() &&
+              logits.width == count,
           "experts: each needs three matrices and a logit");
   require(top_k >= 1 && top_k <= std::min(count, kMaxExpertsPerRow),
           "experts: a row may choose between 1 and 32 of them, and not more than there are");

@@ -29,7 +29,7 @@ from tellin.models.plan import ir
 from tests.kernels.linear_cases import SCALE_OFFSETS
 from tests.kernels.runtime_plans import Cache, float_tensor, llama_plan, random_ids
 from tests.models.stepping import logits_of
-from tests.models.tiny import MAX_MODEL_LEN, NATIVE_CASES, tiny_source, tiny_token_ids
+from tests.models.tiny import ALL_CASES, MAX_MODEL_LEN, tiny_source, tiny_token_ids
 
 VARIANTS = _C.linear_variants()
 QUANT_TYPES = (QuantType.F32, QuantType.F16, QuantType.Q4_0, QuantType.Q4_K, QuantType.Q8_0)
@@ -40,7 +40,7 @@ def make_backend(plan: ir.Plan, **kwargs: Any) -> NativeBackend:
 
 
 @pytest.mark.parametrize("isa", VARIANTS)
-@pytest.mark.parametrize("name", NATIVE_CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_every_architecture_matches_the_reference_backend(isa: str, name: str) -> None:
     plan = build_plan(tiny_source(name), max_model_len=MAX_MODEL_LEN.get(name))
     expected = logits_of(ReferenceBackend(plan), tiny_token_ids())
@@ -49,7 +49,7 @@ def test_every_architecture_matches_the_reference_backend(isa: str, name: str) -
 
 
 @pytest.mark.parametrize("isa", VARIANTS)
-@pytest.mark.parametrize("name", NATIVE_CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_fusion_does_not_change_bits(isa: str, name: str) -> None:
     """The passes join operations; the native stages compute the same roundings either way."""
     outs = []

@@ -12,7 +12,7 @@ from tellin.models import build_plan
 from tests.kernels.runtime_plans import Cache, llama_plan, random_ids
 from tests.kernels.test_attention import CASES as ATTENTION
 from tests.models.stepping import logits_of
-from tests.models.tiny import MAX_MODEL_LEN, NATIVE_CASES, tiny_source, tiny_token_ids
+from tests.models.tiny import MAX_MODEL_LEN, ALL_CASES, tiny_source, tiny_token_ids
 
 WIDE = [isa for isa in _C.linear_variants() if isa in ("avx2", "avxvnni", "avx512")]
 
@@ -33,7 +33,7 @@ def test_steps_of_a_quantised_model(quant_type: QuantType, precision: str) -> No
 
 
 @pytest.mark.skipif(len(WIDE) < 2, reason="this processor runs one vector variant")
-@pytest.mark.parametrize("name", NATIVE_CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_every_architecture(name: str) -> None:
     """Norms of both kinds, activations, soft caps and rotary embeddings among them."""
     plan = build_plan(tiny_source(name), max_model_len=MAX_MODEL_LEN.get(name))

@@ -26,7 +26,7 @@ from tests.models.tiny import (
     ALL_CASES,
     BASE,
     MAX_MODEL_LEN,
-    NATIVE_CASES,
+    ALL_CASES,
     memory_source,
     tiny_arrays,
     tiny_source,
@@ -130,7 +130,7 @@ def test_logit_rows_are_gathered_before_they_are_used() -> None:
 # ---------------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("name", NATIVE_CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_values_are_those_of_merged_weights(name: str) -> None:
     """y = W x + B A x, on every architecture, in both backends, for each request its own."""
     plan, ids = plan_of(name, max_lora_rank=MAX_RANK), tiny_token_ids()

@@ -19,13 +19,13 @@ from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny import (
     EXPERT_CASES,
     MAX_MODEL_LEN,
-    NATIVE_CASES,
+    ALL_CASES,
     MemorySource,
     tiny_source,
     tiny_token_ids,
 )
 
-DECODERS = [name for name, hp in NATIVE_CASES.items() if hp.architecture != "bert"]
+DECODERS = [name for name, hp in ALL_CASES.items() if hp.architecture != "bert"]
 
 
 def tiny_plan(name: str) -> Plan:
@@ -48,7 +48,7 @@ def quantised_source(name: str, quant_type: QuantType) -> MemorySource:
 
 
 @pytest.mark.parametrize("fuse", [True, False])
-@pytest.mark.parametrize("name", NATIVE_CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_float32_weights_give_the_reference_logits(name: str, fuse: bool) -> None:
     plan = build_plan(tiny_source(name), max_model_len=MAX_MODEL_LEN.get(name), fuse=fuse)
     token_ids = tiny_token_ids()

@@ -160,8 +160,6 @@ EXPERT_CASES: dict[str, ModelHParams] = {
 }
 """Mixtures of experts."""
 ALL_CASES: dict[str, ModelHParams] = CASES | EXPERT_CASES
-NATIVE_CASES = {name: hp for name, hp in ALL_CASES.items() if name != "gpt_oss"}
-"""What the native backend runs."""
 DENSE_LAYERS: Mapping[str, tuple[int, ...]] = {"qwen3moe_some_dense": (0, 2)}
 """Layers without experts."""
 SHARED_WIDTH = 80

@@ -92,6 +92,11 @@ class Program {
     int out;   // buffer id
   };
 
+  // One matrix of every expert, by weight ids; and the vector ids of their biases, or none.
+  struct ExpertParts {
+    std::vector<int> weights, biases;
+  };
+
   explicit Program(const Options& options);
   ~Program();
 
@@ -108,9 +113,9 @@ class Program {
   void layer_norm(int x, int weight, int bias, int out, float eps);
   void linear(int x, const std::vector<Part>& parts, int residual);
   void gated_linear(int x, Part gate, Part up, int out, Activation act);
-  // A matrix of every expert. Router: a logit for each.
-  void experts(int x, int router, const std::vector<int>& gate, const std::vector<int>& up,
-               const std::vector<int>& down, int out, Activation act, int64_t top_k, bool normalize);
+  // Router: a logit for each expert.
+  void experts(int x, int router, const ExpertParts& gate, const ExpertParts& up, const ExpertParts& down,
+               int out, Activation act, int64_t top_k, bool normalize);
   // out = x * sigmoid(gate), one value per row.
   void gate_rows(int x, int gate, int out);
   // out += (x A^T) B^T for each of `outs`, in rows of requests with an adapter. Returns the number of the
@@ -184,7 +189,7 @@ class Program {
 
   const Weight& checked_weight(int id, const Buffer& input) const;
   void add_linear(Buffer& input, std::vector<LinearPart> parts);
-  ExpertMatrices expert_matrices(const std::vector<int>& ids, const Buffer& input, int64_t rows) const;
+  ExpertMatrices expert_matrices(const ExpertParts& parts, const Buffer& input, int64_t rows) const;
   void check_step(const StepInput& input) const;
   void check_adapters(const StepInput& input) const;
   void check_embeds(const StepInput& input) const;

@@ -468,7 +468,14 @@ class _Compiler:
             self.program.experts,
             self._buffer(op.x),
             self._buffer(op.router),
-            *([self._weight(op, tensor) for tensor in part] for part in (op.gate, op.up, op.down)),
+            *(
+                ([self._weight(op, w) for w in weights], [self._vector(op, b) for b in biases])
+                for weights, biases in (
+                    (op.gate, op.gate_bias),
+                    (op.up, op.up_bias),
+                    (op.down, op.down_bias),
+                )
+            ),
             self._buffer(op.out),
             op.act,
             op.top_k,

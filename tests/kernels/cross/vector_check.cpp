@@ -43,6 +43,7 @@ double worst(const std::vector<float>& a, const std::vector<double>& b) {
 void check_rows(const VectorKernels& k) {
   for (int64_t n : {1, 3, 8, 16, 17, 64, 100, 576}) {
     const std::vector<float> x = random_row(n, 4.0f), y = random_row(n, 2.0f), w = random_row(n, 1.5f);
+    const std::vector<float> big = random_row(n, 12.0f), wide = random_row(n, 12.0f);  // beyond the limits
     std::vector<float> out(static_cast<size_t>(n));
     std::vector<double> expected(static_cast<size_t>(n));
     double squares = 0, mean = 0, variance = 0;
@@ -77,6 +78,14 @@ void check_rows(const VectorKernels& k) {
     check("gelu_tanh", [](double a, double b, size_t) {
       return 0.5 * a * (1 + std::tanh(std::sqrt(2 / std::acos(-1.0)) * (a + 0.044715 * a * a * a))) * b;
     });
+    k.act_mul(Activation::kSwigluOai, big.data(), wide.data(), n, out.data());
+    check("swiglu_oai", [&](double, double, size_t i) {
+      const double g = std::fmin(7.0, static_cast<double>(big[i]));
+      const double u = std::fmax(-7.0, std::fmin(7.0, static_cast<double>(wide[i])));
+      return g / (1 + std::exp(-1.702 * g)) * (u + 1);
+    });
+    k.act_mul(Activation::kQuickGelu, x.data(), y.data(), n, out.data());
+    check("quick_gelu", [](double a, double b, size_t) { return a / (1 + std::exp(-1.702 * a)) * b; });
     k.activation(Activation::kRelu, x.data(), n, out.data());
     check("relu", [](double a, double, size_t) { return a > 0 ? a : 0; });
     if (n % 2 != 0) continue;
