@@ -12,7 +12,7 @@ from tellin.models import build_plan
 from tests.kernels.runtime_plans import Cache, llama_plan, random_ids
 from tests.kernels.test_attention import CASES as ATTENTION
 from tests.models.stepping import logits_of
-from tests.models.tiny import MAX_MODEL_LEN, ALL_CASES, tiny_source, tiny_token_ids
+from tests.models.tiny import ALL_CASES, MAX_MODEL_LEN, tiny_source, tiny_token_ids
 
 WIDE = [isa for isa in _C.linear_variants() if isa in ("avx2", "avxvnni", "avx512")]
 

@@ -26,7 +26,6 @@ from tests.models.tiny import (
     ALL_CASES,
     BASE,
     MAX_MODEL_LEN,
-    ALL_CASES,
     memory_source,
     tiny_arrays,
     tiny_source,

@@ -17,9 +17,9 @@ from tellin.models import build_plan
 from tellin.models.plan.ir import Plan
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny import (
+    ALL_CASES,
     EXPERT_CASES,
     MAX_MODEL_LEN,
-    ALL_CASES,
     MemorySource,
     tiny_source,
     tiny_token_ids,
