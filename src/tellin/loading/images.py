@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.json_file import read_optional_json_object
-from tellin.loading.model_source import locate_model
 from tellin.loading.typed_mapping import TypedMapping
-from tellin.loading.vision import read_vision_hparams
+from tellin.loading.vision import find_vision
 from tellin.loading.vision_hparams import VisionHParams
 
 if TYPE_CHECKING:
@@ -56,22 +55,27 @@ class ImageProcessor(Protocol):
         """Prepare a picture, of any mode and size."""
 
 
-def load_image_processor(path: Path) -> ImageProcessor | None:
+def load_image_processor(path: Path, mmproj: Path | None = None) -> ImageProcessor | None:
     """The processor of the model at ``path``; None for a model that takes no pictures.
 
+    Args:
+        path: a folder with safetensors, or a GGUF file.
+        mmproj: GGUF file of its image encoder; None = the one that lies beside a GGUF model.
+
     Raises:
-        ModelNotFoundError: there is nothing at ``path``.
+        ModelNotFoundError: there is nothing at ``path``, or at ``mmproj``.
         ModelLoadError: its files are damaged, or do not fit together.
         UnsupportedModelError: it wants its pictures prepared in a way that does not run here.
     """
     from tellin.loading.image_crop import CroppedImageProcessor
     from tellin.loading.image_tiles import TiledImageProcessor
 
-    folder = locate_model(path)
-    hparams = read_vision_hparams(folder)
-    if hparams is None:
+    found = find_vision(path, mmproj)
+    if found is None:
         return None
-    settings = _read_settings(folder)
+    hparams, settings = found.hparams, found.image_settings
+    if settings is None:
+        settings = _read_settings(found.path)
     if hparams.has_class_row:
         return CroppedImageProcessor(hparams, settings)
     return TiledImageProcessor(hparams, settings)

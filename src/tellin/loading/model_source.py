@@ -23,7 +23,12 @@ from tellin.loading.model_metadata import (
     metadata_from_folder,
     metadata_from_gguf,
 )
-from tellin.loading.names import canonical_from_gguf, canonical_from_hf, is_dropped_hf_name
+from tellin.loading.names import (
+    canonical_from_gguf,
+    canonical_from_hf,
+    is_dropped_hf_name,
+    is_mmproj_name,
+)
 from tellin.loading.safetensors import open_safetensors
 from tellin.loading.tensors import ModelHParams, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
@@ -181,7 +186,7 @@ def locate_model(path: Path) -> Path:
 
 def _only_gguf(folder: Path) -> Path:
     files = sorted(path for path in folder.glob("*.gguf") if path.is_file())
-    models = [path for path in files if not gguf.is_later_part(path)]
+    models = [p for p in files if not gguf.is_later_part(p) and not is_mmproj_name(p.name)]
     if not models:
         raise ModelNotFoundError(f"{folder}: has neither a config.json nor a .gguf file")
     if len(models) > 1:

@@ -197,6 +197,11 @@ def is_dropped_hf_name(name: str) -> bool:
     return _HF_CONSTANT.match(name) is not None or _HF_VISION.match(name) is not None
 
 
+def is_mmproj_name(file_name: str) -> bool:
+    """Whether a GGUF file is named as those that hold image encoders are."""
+    return file_name.endswith(".gguf") and "mmproj" in file_name.lower()
+
+
 def is_vision_hf_name(name: str) -> bool:
     """Whether a checkpoint's tensor belongs to its image encoder."""
     return _HF_VISION.match(name) is not None and _HF_CONSTANT.match(name) is None

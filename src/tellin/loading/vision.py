@@ -9,6 +9,7 @@ Canonical names are the text models' where there is one; ``patch_embed.{weight,b
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,15 +17,25 @@ from pathlib import Path
 
 import numpy as np
 
-from tellin.exceptions import ModelLoadError
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading import gguf
 from tellin.loading.dequantize import dequantize
 from tellin.loading.hf_hparams import hparams_from_config
 from tellin.loading.json_file import read_json_object
 from tellin.loading.model_source import WeightFile, locate_model
 from tellin.loading.names import is_vision_hf_name
-from tellin.loading.safetensors import open_safetensors
+from tellin.loading.safetensors import SafetensorsFile, open_safetensors
 from tellin.loading.tensors import ModelHParams, QuantType, TensorRef
+from tellin.loading.typed_mapping import TypedMapping
+from tellin.loading.vision_gguf import (
+    canonical_gguf_vision,
+    gguf_image_settings,
+    gguf_vision_hparams,
+    mmproj_files,
+)
 from tellin.loading.vision_hparams import VisionHParams, vision_hparams
+
+logger = logging.getLogger("tellin.loading")
 
 _PREFIX = re.compile(
     r"(model\.)?(vision_model|vision_tower(\.vision_model)?|connector|multi_modal_projector)\."
@@ -129,40 +140,93 @@ class VisionSource:
         return tensors[name]
 
 
-def read_vision_hparams(path: Path) -> VisionHParams | None:
-    """Dimensions of a model's image encoder, without opening its weights; None if it has none.
+@dataclass(frozen=True)
+class VisionFiles:
+    """Where a model's image encoder is, and its dimensions."""
+
+    path: Path
+    """A folder, or a GGUF file."""
+    hparams: VisionHParams
+    image_settings: TypedMapping | None
+    """How pictures are prepared; None = a file of the folder says it."""
+
+
+def find_vision(path: Path, mmproj: Path | None = None) -> VisionFiles | None:
+    """Look for the image encoder of the model at ``path``, without opening its weights.
+
+    One that lies beside a GGUF model and does not run here is left alone, with a warning: the text
+    model does.
+
+    Args:
+        path: a folder with safetensors, or a GGUF file.
+        mmproj: GGUF file of the encoder; None = the one that lies beside a GGUF model.
+
+    Returns:
+        None for a model that has none.
 
     Raises: as `open_vision`.
     """
     path = locate_model(path)
-    if not path.is_dir():
+    if path.is_dir():
+        if mmproj is not None:
+            raise ModelLoadError(f"{mmproj}: {path} has its image encoder in its own files")
+        config = read_json_object(path / "config.json")
+        hparams = vision_hparams(config, hparams_from_config(config))
+        return None if hparams is None else VisionFiles(path, hparams, None)
+    if mmproj is not None:
+        return _find_gguf(path, mmproj)
+    files = mmproj_files(path)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files)
+        logger.warning("%s: several image encoders lie beside it (%s); images are off", path, names)
         return None
-    config = read_json_object(path / "config.json")
-    return vision_hparams(config, hparams_from_config(config))
+    try:
+        return _find_gguf(path, files[0]) if files else None
+    except UnsupportedModelError as error:
+        logger.warning("images are off: %s", error)
+        return None
 
 
-def open_vision(path: Path) -> VisionSource | None:
+def open_vision(path: Path, mmproj: Path | None = None) -> VisionSource | None:
     """Open the image encoder of the model at ``path``; None for a text model.
 
+    Args: as `find_vision`.
+
     Raises:
-        ModelNotFoundError: there is nothing at ``path``.
+        ModelNotFoundError: there is nothing at ``path``, or at ``mmproj``.
         ModelLoadError: what is there is damaged.
         UnsupportedModelError: a variant that does not run here.
     """
-    folder = locate_model(path)
-    hparams = read_vision_hparams(folder)
-    if hparams is None:
+    found = find_vision(path, mmproj)
+    if found is None:
         return None
-    files = open_safetensors(folder, lambda name: not is_vision_hf_name(name))
+    files: Sequence[SafetensorsFile | gguf.GGUFFile]
+    if found.path.is_dir():
+        files = open_safetensors(found.path, lambda name: not is_vision_hf_name(name))
+    else:
+        files = gguf.open_gguf(found.path)
     try:
-        tensors = {
-            _canonical(name): tensor for file in files for name, tensor in file.tensors.items()
-        }
-        return VisionSource(folder, hparams, tensors, files)
+        tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+        if found.path.is_dir():
+            tensors = {_canonical(name): tensor for name, tensor in tensors.items()}
+        else:
+            tensors = canonical_gguf_vision(tensors, found.hparams)
+        return VisionSource(found.path, found.hparams, tensors, files)
     except BaseException:
         for file in files:
             file.close()
         raise
+
+
+def _find_gguf(model: Path, mmproj: Path) -> VisionFiles:
+    files = gguf.open_gguf(mmproj)
+    try:
+        metadata = files[0].metadata
+        hparams = gguf_vision_hparams(model, metadata)
+        return VisionFiles(mmproj, hparams, gguf_image_settings(metadata))
+    finally:
+        for file in files:
+            file.close()
 
 
 def _canonical(name: str) -> str:

@@ -152,7 +152,7 @@ def open_image_encoder(config: EngineConfig) -> ImageEncoder | None:
     if config.multimodal_config is None:
         return None
     model, parallel = config.model_config, config.parallel_config
-    source = open_vision(model.path)
+    source = open_vision(model.path, config.multimodal_config.mmproj)
     if source is None:
         raise EngineError(f"{model.path}: pictures are on, but the model has no image encoder")
     try:

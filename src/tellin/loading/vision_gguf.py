@@ -1,0 +1,164 @@
+"""Image encoders in GGUF files of their own: ``mmproj-*.gguf`` beside a text model's file.
+
+Reads those whose projector is Idefics3's, so SmolVLM's: the text model's vocabulary has a token for
+an image. It knows names and keys; the tensors themselves are `tellin.loading.vision`'s.
+
+Source: key and tensor names of the gguf package (0.17), conventions of the reference converter.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading import gguf
+from tellin.loading.gguf_hparams import hparams_from_gguf
+from tellin.loading.gguf_vocab import GGUFVocabulary
+from tellin.loading.hparams import check_hparams
+from tellin.loading.names import is_mmproj_name
+from tellin.loading.tensors import ModelHParams, TensorRef
+from tellin.loading.typed_mapping import TypedMapping
+from tellin.loading.vision_hparams import VisionHParams
+
+_IMAGE_TOKEN = "<image>"
+_NAMES = (
+    (re.compile(r"v\.patch_embd\."), "patch_embed."),
+    (re.compile(r"v\.position_embd\."), "embed_positions."),
+    (re.compile(r"v\.post_ln\."), "norm."),
+    (re.compile(r"mm\.model\.fc\."), "projector_1."),
+    (re.compile(r"v\.blk\.(\d+)\.ln1\."), r"layers.\1.input_layernorm."),
+    (re.compile(r"v\.blk\.(\d+)\.ln2\."), r"layers.\1.post_attention_layernorm."),
+    (re.compile(r"v\.blk\.(\d+)\.attn_([qkv])\."), r"layers.\1.self_attn.\2_proj."),
+    (re.compile(r"v\.blk\.(\d+)\.attn_out\."), r"layers.\1.self_attn.o_proj."),
+    (re.compile(r"v\.blk\.(\d+)\.ffn_(up|down)\."), r"layers.\1.mlp.\2_proj."),
+)
+
+
+def mmproj_files(model: Path) -> list[Path]:
+    """Files beside a GGUF model that are named as an image encoder."""
+    if is_mmproj_name(model.name):
+        return []
+    return sorted(path for path in model.parent.glob("*.gguf") if is_mmproj_name(path.name))
+
+
+def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
+    """Dimensions of the encoder in a file with this ``metadata``.
+
+    Args:
+        model: GGUF file of the text model.
+
+    Raises:
+        ModelLoadError: a key is missing, or the two files do not go together.
+        UnsupportedModelError: another kind of projector or activation.
+    """
+    path = metadata.path
+    kind = metadata.get_str(
+        "clip.projector_type", metadata.get_str("clip.vision.projector_type", "mlp")
+    )
+    if metadata.get_str("general.architecture") != "clip" or kind != "idefics3":
+        raise UnsupportedModelError(
+            f"{path}: an image encoder with projector {kind!r} is not supported in GGUF; "
+            "supported is idefics3 (SmolVLM)"
+        )
+    if metadata.get_bool("clip.use_silu", False):
+        raise UnsupportedModelError(f"{path}: an image encoder with silu is not supported")
+    text, token_id = _text_model(model)
+    keys = "clip.vision"
+    hidden = metadata.get_int(f"{keys}.embedding_length")
+    heads = metadata.get_int(f"{keys}.attention.head_count")
+    patch_size = metadata.get_int(f"{keys}.patch_size")
+    side = metadata.get_int(f"{keys}.image_size") // max(patch_size, 1)
+    group = metadata.get_int(f"{keys}.projector.scale_factor", 2)
+    sizes_fit = patch_size >= 1 and 1 <= side <= 128 and 1 <= group <= side
+    if not sizes_fit or heads < 1 or hidden % heads:
+        raise ModelLoadError(
+            f"{path}: embedding_length {hidden}, head_count {heads}, patch_size {patch_size}, "
+            f"{side} patches on a side and scale_factor {group} do not make an image encoder"
+        )
+    tower = ModelHParams(
+        architecture="siglip",
+        hidden_size=hidden,
+        intermediate_size=metadata.get_int(f"{keys}.feed_forward_length"),
+        num_hidden_layers=metadata.get_int(f"{keys}.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=hidden // heads,
+        vocab_size=1,
+        max_position_embeddings=side**2,
+        norm_eps=metadata.get_float(f"{keys}.attention.layer_norm_epsilon", 1e-6),
+        hidden_act="gelu_tanh" if metadata.get_bool("clip.use_gelu", False) else "quick_gelu",
+        attention_bias=True,
+        mlp_bias=True,
+    )
+    return VisionHParams(
+        tower=check_hparams(path, tower),
+        patch_size=patch_size,
+        num_channels=3,
+        table_side=side,
+        group_side=group,
+        has_class_row=False,
+        keeps_class_row=False,
+        projector_act=None,
+        text_hidden_size=text.hidden_size,
+        image_token_id=token_id,
+    )
+
+
+def gguf_image_settings(metadata: TypedMapping) -> TypedMapping:
+    """How pictures are prepared, under the names of a ``preprocessor_config.json``.
+
+    Files that do not say how large a picture becomes are of models whose pictures are four tiles
+    long.
+    """
+    tile = metadata.get_int("clip.vision.image_size")
+    settings = {
+        "max_image_size": {"longest_edge": tile},
+        "size": {"longest_edge": metadata.get_int("clip.vision.preproc_image_size", 4 * tile)},
+    }
+    for key in ("image_mean", "image_std"):
+        if metadata.has(f"clip.vision.{key}"):
+            settings[key] = metadata.get_numbers(f"clip.vision.{key}").tolist()
+    return TypedMapping(metadata.path, settings)
+
+
+def canonical_gguf_vision(
+    tensors: dict[str, TensorRef], hparams: VisionHParams
+) -> dict[str, TensorRef]:
+    """Tensors under canonical names."""
+    named = {_canonical(name): tensor for name, tensor in tensors.items()}
+    up = named.get("layers.0.mlp.up_proj.weight")
+    inner = hparams.tower.intermediate_size
+    if up is None or up.shape[0] == inner or up.shape[-1] != inner:
+        return named
+    # Older files call the two matrices of an MLP by each other's name.
+    swap = {"up_proj": "down_proj", "down_proj": "up_proj"}
+    return {
+        re.sub(r"\b(up|down)_proj\b", lambda match: swap[match[0]], name): tensor
+        for name, tensor in named.items()
+    }
+
+
+def _text_model(model: Path) -> tuple[ModelHParams, int]:
+    """Hyperparameters of a text model, and the id of its token for an image."""
+    files = gguf.open_gguf(model)
+    try:
+        tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+        hparams = hparams_from_gguf(files[0].metadata, tensors)
+        tokens = GGUFVocabulary(files[0].metadata).all_tokens()
+    finally:
+        for file in files:
+            file.close()
+    if _IMAGE_TOKEN not in tokens:
+        raise UnsupportedModelError(
+            f"{model}: an image encoder lies beside it, but its vocabulary has no {_IMAGE_TOKEN}"
+        )
+    return hparams, tokens.index(_IMAGE_TOKEN)
+
+
+def _canonical(name: str) -> str:
+    for pattern, replacement in _NAMES:
+        name, count = pattern.subn(replacement, name, count=1)
+        if count:
+            break
+    return name
