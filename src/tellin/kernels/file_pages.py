@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+_UNIT_BYTES = 2 << 20
+"""Reading a page may bring its neighbours back, which were released with the bytes before: up to
+this much, the largest page that a file is mapped in. So what is released begins at a multiple."""
+
 
 def release_pages(view: npt.NDArray[np.uint8]) -> None:
     """Drop the pages of packed bytes from this process if they are those of a file.
@@ -25,7 +29,7 @@ def release_pages(view: npt.NDArray[np.uint8]) -> None:
     if not isinstance(base, mmap.mmap) or not memoryview(base).readonly:
         return
     first = np.frombuffer(base, dtype=np.uint8, count=1).ctypes.data
-    start = (view.ctypes.data - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    start = (view.ctypes.data - first) // _UNIT_BYTES * _UNIT_BYTES
     stop = view.ctypes.data - first + view.nbytes
     if hasattr(mmap, "MADV_DONTNEED"):
         base.madvise(mmap.MADV_DONTNEED, start, stop - start)
