@@ -35,7 +35,7 @@ def reference_logits(path: Path) -> np.ndarray:
 def test_gguf_files_give_the_logits_of_transformers(
     name: str, golden: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    """P47: stacked experts, permuted rows, keys that are left out."""
+    """Stacked experts, permuted rows, keys that are left out."""
     path = write_tiny_gguf(tmp_path / "tiny.gguf", name)
     np.testing.assert_allclose(reference_logits(path), golden[name], rtol=0, atol=5e-5)
 
