@@ -207,9 +207,11 @@ class MultiModalConfig:
     max_tokens_per_item: int
     """Most rows that the encoder makes of one item."""
     encoder_cache_size: int
-    """Rows of encoder outputs that are kept; also the most that one step makes."""
+    """Rows of encoder outputs that are kept."""
     processor_cache_gb: float = 1.0
     """Processed items that are kept for prompts to come, in GiB; 0 = none."""
+    allowed_local_media_path: Path | None = None
+    """Folder whose files ``file:`` URLs may name; None = no such URL is read."""
     mmproj: Path | None = None
     """File that holds the encoder of a GGUF model; None = the model's own file or folder."""
 
@@ -348,6 +350,14 @@ class EngineArgs(metaclass=_EngineArgsMeta):
     max_cpu_loras: int | None = None
     """Most LoRA adapters that are kept loaded; None = ``max_loras``."""
 
+    limit_mm_per_prompt: dict[str, Any] | None = None
+    """Most images in one prompt: ``{"image": 4}``; 0 = the model's image encoder is not loaded.
+    None = 999."""
+    mm_processor_cache_gb: float = 1.0
+    """Processed images that are kept for prompts to come, in GiB; 0 = none."""
+    allowed_local_media_path: str | Path | None = None
+    """Folder from which ``file:`` URLs of images may be read; None = from nowhere."""
+
     speculative_config: dict[str, Any] | SpeculativeConfig | None = None
     structured_outputs_config: dict[str, Any] | StructuredOutputsConfig | None = None
     reasoning_config: dict[str, Any] | ReasoningConfig | None = None
@@ -430,8 +440,7 @@ UNSUPPORTED_ENGINE_ARGS = {
     "tokenizer_revision": "name a local folder or file instead",
     "tokenizer_mode": "the tokenizer is chosen by the file",
     "kv_transfer_config": "external KV stores are not connected",
-    "limit_mm_per_prompt": "multimodal prompts are not supported",
-    "mm_processor_kwargs": "multimodal prompts are not supported",
+    "mm_processor_kwargs": "images are prepared as the model's files say",
     "compilation_config": "nothing is compiled at run time",
     "attention_backend": "there is one, chosen for the processor; TELLIN_ISA forces its variant",
     "convert": "say what the model is to do with runner",
@@ -455,7 +464,6 @@ _NEUTRAL_ENGINE_ARGS: Mapping[str, tuple[Any, ...]] = {
     "enable_prompt_embeds": (False,),
     "fully_sharded_loras": (False,),
     "hf_overrides": ({},),
-    "limit_mm_per_prompt": ({},),
     "load_format": ("auto",),
     "mm_processor_kwargs": ({},),
     "model_impl": ("auto",),

@@ -167,6 +167,8 @@ class EngineCoreRequest(msgspec.Struct, array_like=True, omit_defaults=True):
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     abort_immediately: bool = False
+    mm_hashes_to_drop: list[str] | None = None
+    """Items that the receiver need not keep after this request."""
 
     @property
     def params(self) -> SamplingParams | PoolingParams:

@@ -113,8 +113,6 @@ def test_inp20_22_wrong_forms_are_type_errors(prompt: Any) -> None:
     "key",
     [
         "prompt_embeds",
-        "multi_modal_data",
-        "multi_modal_uuids",
         "mm_processor_kwargs",
         "encoder_prompt",
         "decoder_prompt",
@@ -123,6 +121,14 @@ def test_inp20_22_wrong_forms_are_type_errors(prompt: Any) -> None:
 def test_inp23_24_unsupported_kinds_say_so(key: str) -> None:
     with pytest.raises(UnsupportedFeatureError, match=key):
         process(gate(), {"prompt": "x", key: [1]})
+
+
+def test_inp23_images_are_not_for_text_models() -> None:
+    for extra in ({"multi_modal_data": {"image": b"x"}}, {"multi_modal_uuids": {"image": "name"}}):
+        with pytest.raises(UnsupportedFeatureError, match="no image encoder"):
+            process(gate(), {"prompt": "x", **extra})
+    with pytest.raises(TypeError, match="must be a dict"):
+        process(gate(), {"prompt": "x", "multi_modal_data": [1]})
 
 
 @pytest.mark.parametrize("prompt", ["", [], {"prompt": ""}, {"prompt_token_ids": []}])
@@ -288,7 +294,8 @@ def test_chat_contents() -> None:
     assert seen[0][0]["content"] == parts
     assert message["content"] is parts, "the caller's message is not changed"
     with pytest.raises(UnsupportedFeatureError, match="image_url"):
-        renderer.render_chat([[{"role": "user", "content": [{"type": "image_url"}]}]])
+        part = {"type": "image_url", "image_url": {"url": "data:,x"}}
+        renderer.render_chat([[{"role": "user", "content": [part]}]])
 
 
 def test_chat_generation_prompt_and_continuation() -> None:

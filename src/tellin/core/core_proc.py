@@ -31,6 +31,7 @@ import zmq
 from tellin.config import EngineConfig
 from tellin.core.core_loop import EngineCoreLoop
 from tellin.core.engine_core import EngineCore
+from tellin.core.mm_transfer import RESETTING_UTILITIES, MultiModalReceiver
 from tellin.executor.executor import Executor
 from tellin.protocol import (
     EngineCoreOutputs,
@@ -149,6 +150,7 @@ class EngineCoreProc:
         self._threads: list[threading.Thread] = []
         self._stop_input = threading.Event()
         self.loop: EngineCoreLoop | None = None
+        self._mm_receivers = [MultiModalReceiver() for _ in self._inputs]
 
     def _connect_input(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
@@ -263,11 +265,15 @@ class EngineCoreProc:
             if kind == EngineCoreRequestType.ADD.value:
                 request = decoder.decode(frames)
                 request.client_index = client_index
+                if request.mm_features:
+                    self._mm_receivers[client_index].resolve(request)
                 loop.add_request(request)
             elif kind == EngineCoreRequestType.ABORT.value:
                 loop.abort_requests(generic.decode(frames))
             elif kind == EngineCoreRequestType.UTILITY.value:
                 call_id, method, args = generic.decode(frames)
+                if method in RESETTING_UTILITIES:  # here, in the order of messages
+                    self._mm_receivers[client_index].clear()
                 loop.call_utility(client_index, call_id, method, args)
             else:
                 logger.error("unknown message type %r from client %d", kind, client_index)

@@ -31,6 +31,7 @@ from tellin.engine.arg_checks import (
     check_generation_overrides,
     check_logits_processors,
 )
+from tellin.engine.mm_config import multimodal_config
 from tellin.engine.nested_configs import (
     check_choice,
     config_from_dict,
@@ -82,10 +83,12 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
     model_config = _model_config(args, path, metadata, _tokenizer_path(args, settings))
     whole_prompts = _pools_whole_prompts(metadata, model_config)
     cache_config = _cache_config(args, whole_prompts)
+    scheduler_config = _scheduler_config(args, model_config, whole_prompts)
+    speculation = speculative_config(args.speculative_config)
     return EngineConfig(
         model_config=model_config,
         cache_config=cache_config,
-        scheduler_config=_scheduler_config(args, model_config, whole_prompts),
+        scheduler_config=scheduler_config,
         parallel_config=_parallel_config(args, settings),
         settings=settings,
         observability_config=ObservabilityConfig(
@@ -95,9 +98,10 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
         ),
         structured_outputs_config=structured_outputs_config(args.structured_outputs_config),
         lora_config=_lora_config(args),
-        speculative_config=speculative_config(args.speculative_config),
+        speculative_config=speculation,
         shutdown_timeout_s=check_float("shutdown_timeout_s", args.shutdown_timeout_s, 0, 1e6),
         reasoning_config=reasoning_config(args.reasoning_config, path, model_config),
+        multimodal_config=multimodal_config(args, model_config, scheduler_config, speculation),
     )
 
 

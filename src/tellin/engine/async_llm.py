@@ -25,6 +25,8 @@ from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engi
 from tellin.engine.control_checks import check_level, check_request_ids
 from tellin.engine.core_client import AsyncCoreClient, EngineCoreClient
 from tellin.engine.input_processor import InputProcessor
+from tellin.engine.mm_config import load_mm_processor
+from tellin.engine.mm_inputs import holds_images
 from tellin.engine.output_collector import OutputTap, RequestOutputCollector, is_finished
 from tellin.engine.output_handler import OutputHandler
 from tellin.engine.output_processor import OutputProcessor
@@ -93,7 +95,7 @@ class AsyncLLM:
         custom_loggers = [*(stat_loggers or ()), *load_plugins()]
         self.log_stats = log_stats or bool(custom_loggers)
         tokenizer = load_engine_tokenizer(config)
-        self.renderer = Renderer(config, tokenizer)
+        self.renderer = Renderer(config, tokenizer, load_mm_processor(config))
         self.input_processor = InputProcessor(config, self.renderer)
         self.output_processor = OutputProcessor(
             tokenizer,
@@ -205,7 +207,12 @@ class AsyncLLM:
         self._check_alive()
         self._check_capacity(params.n if isinstance(params, SamplingParams) else 1)
         pools = isinstance(params, PoolingParams)
-        rendered = self.input_processor.render(prompt, tokenization_kwargs, pools)
+        if holds_images(prompt):  # decoding and scaling must not hold up the streams of others
+            rendered = await asyncio.to_thread(
+                self.input_processor.render, prompt, tokenization_kwargs, pools
+            )
+        else:
+            rendered = self.input_processor.render(prompt, tokenization_kwargs, pools)
         request = self.input_processor.process_inputs(
             request_id,
             rendered,

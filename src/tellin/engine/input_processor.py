@@ -34,6 +34,7 @@ from tellin.engine.prompts import (
 )
 from tellin.engine.renderer import Renderer
 from tellin.exceptions import (
+    ContextLengthError,
     InvalidParameterError,
     InvalidTypeError,
     UnsupportedFeatureError,
@@ -126,7 +127,7 @@ class InputProcessor:
         return EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            mm_features=_mm_features(rendered.get("mm_items")),
+            mm_features=self._mm_features(rendered.get("mm_items")),
             sampling_params=final_params if isinstance(final_params, SamplingParams) else None,
             pooling_params=final_params if isinstance(final_params, PoolingParams) else None,
             arrival_time=arrival_time,
@@ -219,6 +220,43 @@ class InputProcessor:
         request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
 
     # ------------------------------------------------------------------ parts
+
+    def _mm_features(
+        self, mm_items: Mapping[str, MultiModalItems] | None
+    ) -> list[MultiModalFeature] | None:
+        """One feature per item, in order of appearance across modalities."""
+        if not mm_items:
+            return None
+        features = []
+        for modality, items in mm_items.items():
+            none: list[None] = [None] * len(items["data"])
+            runs = items.get("embed_runs") or none
+            for data, item_hash, (offset, length), embed_runs in zip(
+                items["data"], items["hashes"], items["placeholders"], runs, strict=True
+            ):
+                if not isinstance(item_hash, str):
+                    raise InvalidTypeError(
+                        f"hashes of multimodal items must be strings, got {item_hash!r}: "
+                        "the multimodal processor is broken",
+                        parameter="mm_items",
+                        value=item_hash,
+                    )
+                feature = MultiModalFeature(
+                    modality, item_hash, offset, length, data, item_hash, embed_runs
+                )
+                self._check_size(feature)
+                features.append(feature)
+        return sorted(features, key=lambda feature: feature.offset)
+
+    def _check_size(self, feature: MultiModalFeature) -> None:
+        """Refuse an item that the encoder's cache cannot hold."""
+        config = self.config.multimodal_config
+        if config is not None and feature.num_embeds > config.encoder_cache_size:
+            raise ContextLengthError(
+                f"an item of modality {feature.modality!r} takes {feature.num_embeds} embeddings, "
+                f"but the encoder's cache holds {config.encoder_cache_size}; use a smaller one, or "
+                "raise max_num_batched_tokens"
+            )
 
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._warned:
@@ -313,23 +351,3 @@ class InputProcessor:
                     )
                 sequences[ids] = None
         return [list(ids) for ids in sequences]
-
-
-def _mm_features(mm_items: Mapping[str, MultiModalItems] | None) -> list[MultiModalFeature] | None:
-    """One feature per item, in order of appearance across modalities."""
-    if not mm_items:
-        return None
-    features = []
-    for modality, items in mm_items.items():
-        for data, item_hash, (offset, length) in zip(
-            items["data"], items["hashes"], items["placeholders"], strict=True
-        ):
-            if not isinstance(item_hash, str):
-                raise InvalidTypeError(
-                    f"hashes of multimodal items must be strings, got {item_hash!r}: "
-                    "the multimodal processor is broken",
-                    parameter="mm_items",
-                    value=item_hash,
-                )
-            features.append(MultiModalFeature(modality, item_hash, offset, length, data, item_hash))
-    return sorted(features, key=lambda feature: feature.offset)

@@ -18,6 +18,7 @@ from tellin.engine.arg_utils import apply_ready, create_engine_config, load_engi
 from tellin.engine.control_checks import check_level, check_request_ids
 from tellin.engine.core_client import EngineCoreClient, SyncCoreClient
 from tellin.engine.input_processor import InputProcessor
+from tellin.engine.mm_config import load_mm_processor
 from tellin.engine.output_processor import Output, OutputProcessor
 from tellin.engine.parallel_sampling import ParentRequest
 from tellin.engine.renderer import ChatTokenizer, Renderer
@@ -85,7 +86,7 @@ class LLMEngine:
         self.sleep_level: int | None = None  # None = awake
         self._is_closed = False
         tokenizer = load_engine_tokenizer(config)
-        self.renderer = Renderer(config, tokenizer)
+        self.renderer = Renderer(config, tokenizer, load_mm_processor(config))
         self.input_processor = InputProcessor(config, self.renderer)
         self.output_processor = OutputProcessor(
             tokenizer,

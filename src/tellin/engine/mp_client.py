@@ -38,6 +38,7 @@ from tellin.core.core_proc import (
     StartMessage,
     engine_identity,
 )
+from tellin.core.mm_transfer import RESETTING_UTILITIES, make_sender
 from tellin.engine.control_checks import check_call
 from tellin.engine.core_process import CoreProcess
 from tellin.engine.fork_guard import close_in_forks
@@ -108,7 +109,7 @@ class _Resources:
         self.context = zmq.Context(io_threads=2)
         self.folder = tempfile.TemporaryDirectory(prefix="tellin-", ignore_cleanup_errors=True)
         self.input_socket: zmq.Socket[bytes] | None = None
-        self.send_lock = threading.Lock()
+        self.send_lock = threading.RLock()
         self.process: CoreProcess | None = None
         self.output_thread: threading.Thread | None = None
         self.pending: dict[int, Future[Any] | _Reply] = {}
@@ -182,6 +183,7 @@ class MPClient:
             config.settings.msgpack_zero_copy_threshold,
             config.settings.allow_insecure_serialization,
         )
+        self._mm_sender = make_sender(config.multimodal_config)
         try:
             self._start(config, executor_class, log_stats, engine_index)
         except BaseException:
@@ -279,6 +281,17 @@ class MPClient:
         if error is not None:
             raise error
 
+    def _send_request(self, request: EngineCoreRequest) -> None:
+        """Send a request; images that the core has already travel as names."""
+        sender = self._mm_sender
+        if sender is None or not request.mm_features:
+            self._send(EngineCoreRequestType.ADD, request)
+            return
+        with self._resources.send_lock:
+            travelling = sender.prepare(request)
+            self._send(EngineCoreRequestType.ADD, travelling)
+            sender.sent(travelling)
+
     def _send(self, kind: EngineCoreRequestType, obj: Any) -> None:
         self.check_alive()
         with self._resources.send_lock:
@@ -299,7 +312,10 @@ class MPClient:
         call_id = uuid.uuid1().int >> 64
         self._resources.pending[call_id] = reply
         try:
-            self._send(EngineCoreRequestType.UTILITY, (call_id, method, list(args)))
+            with self._resources.send_lock:
+                if self._mm_sender is not None and method in RESETTING_UTILITIES:
+                    self._mm_sender.clear()
+                self._send(EngineCoreRequestType.UTILITY, (call_id, method, list(args)))
         except BaseException:
             self._resources.pending.pop(call_id, None)
             raise
@@ -420,7 +436,7 @@ class SyncMPClient(MPClient):
                     return None
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        self._send(EngineCoreRequestType.ADD, request)
+        self._send_request(request)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         """Abort by internal ids; nothing for an empty list or a dead core."""
@@ -449,7 +465,7 @@ class AsyncMPClient(MPClient):
         return await self._bridge.get()
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        self._send(EngineCoreRequestType.ADD, request)
+        self._send_request(request)
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         with contextlib.suppress(EngineDeadError):

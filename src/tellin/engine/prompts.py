@@ -9,17 +9,26 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, cast
+from dataclasses import dataclass, field
+from typing import Any, Literal, NotRequired, TypedDict, cast
 
 from tellin.checks import check_bool, check_float, check_int, check_str
+from tellin.engine.mm_inputs import ImageItem, read_items
 from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text."""
+    """A prompt as text.
+
+    With a model that sees images: ``multi_modal_data={"image": picture or list of pictures}``, and
+    the model's placeholder in the text where each belongs. A picture is a PIL image, a uint8 array
+    ``[height, width, 3]``, the bytes of an image file, or a ``data:`` URL.
+    """
 
     prompt: str
+    multi_modal_data: Mapping[str, Any]
+    multi_modal_uuids: Mapping[str, Any]
+    """Names of the pictures: what came first under a name counts, later its data may be None."""
     cache_salt: str
 
 
@@ -28,6 +37,8 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: list[int]
     prompt: str
+    multi_modal_data: Mapping[str, Any]
+    multi_modal_uuids: Mapping[str, Any]
     cache_salt: str
 
 
@@ -42,6 +53,8 @@ class MultiModalItems(TypedDict):
     hashes: list[str]
     placeholders: list[tuple[int, int]]
     """``(offset, length)`` in prompt tokens."""
+    embed_runs: NotRequired[list[list[tuple[int, int]]]]
+    """Of each item: which positions of its span take rows (`tellin.protocol.MultiModalFeature`)."""
 
 
 class RenderedPrompt(TypedDict, total=False):
@@ -223,6 +236,7 @@ class ParsedPrompt:
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
+    images: list[ImageItem] = field(default_factory=list)
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
@@ -230,7 +244,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
 
     Raises:
         InvalidTypeError: it is not one of the accepted forms.
-        UnsupportedFeatureError: embeddings, multimodal data, or an encoder-decoder pair.
+        UnsupportedFeatureError: embeddings, an encoder-decoder pair, or other data than images.
     """
     if isinstance(prompt, str):
         return ParsedPrompt(prompt, None)
@@ -252,9 +266,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         )
     for name, what in (
         ("prompt_embeds", "prompt embeddings are"),
-        ("multi_modal_data", "multimodal data is"),
-        ("multi_modal_uuids", "multimodal data is"),
-        ("mm_processor_kwargs", "multimodal data is"),
+        ("mm_processor_kwargs", "options of the image processor are"),
         ("encoder_prompt", "encoder-decoder prompts are"),
         ("decoder_prompt", "encoder-decoder prompts are"),
     ):
@@ -270,7 +282,8 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         )
     _check_text(text, salt)
     _check_keys(prompt, _RAW_KEYS, "a prompt")
-    return ParsedPrompt(text, None if ids is None else check_token_ids(ids), salt)
+    images = read_items(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"))
+    return ParsedPrompt(text, None if ids is None else check_token_ids(ids), salt, images)
 
 
 def prompts_to_list(prompts: Any) -> list[Any]:

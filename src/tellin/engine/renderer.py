@@ -7,15 +7,17 @@ attack.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tellin.checks import check_bool, check_str
 from tellin.config import EngineConfig
+from tellin.engine.chat_messages import ContentFormats, Conversation, check_messages
 from tellin.engine.control_checks import check_mapping
 from tellin.engine.prompts import (
     CHAT_TOKENIZE_PARAMS,
@@ -34,6 +36,9 @@ from tellin.exceptions import (
     UnsupportedFeatureError,
 )
 from tellin.protocol import CacheStats
+
+if TYPE_CHECKING:
+    from tellin.engine.mm_processor import MultiModalProcessor
 
 logger = logging.getLogger("tellin.engine")
 
@@ -58,13 +63,6 @@ class ChatTokenizer(TokenizerLike, Protocol):
         chat_template: str | None = None,
         **kwargs: Any,
     ) -> str: ...
-
-
-class MultiModalCache(Protocol):
-    """The frontend's cache of processed multimodal items."""
-
-    def clear(self) -> None: ...
-    def take_stats(self) -> CacheStats: ...
 
 
 INLINE_CHARS = 1024
@@ -95,7 +93,8 @@ class ChatParams:
     tools: Sequence[Mapping[str, Any]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
     content_format: str = "auto"
-    """string = join text parts of a message; openai = hand parts to the template; auto = string."""
+    """string = join text parts of a message; openai = hand parts to the template; auto = what the
+    template reads."""
 
     def __post_init__(self) -> None:
         if self.chat_template is not None and not check_str("chat_template", self.chat_template):
@@ -137,11 +136,12 @@ class Renderer:
         self,
         config: EngineConfig,
         tokenizer: ChatTokenizer | None,
-        mm_cache: MultiModalCache | None = None,
+        mm_processor: MultiModalProcessor | None = None,
     ) -> None:
         self.config = config  # replaced once the core has settled lengths
         self.tokenizer = tokenizer
-        self._mm_cache = mm_cache
+        self._mm = mm_processor
+        self._formats = ContentFormats(None if mm_processor is None else mm_processor.placeholder)
         self._longest_token: int | None = None
         self._bos_text: str | None = None
         self._warned_bos = False
@@ -209,10 +209,13 @@ class Renderer:
         arrival_time = time.time()
         parsed = parse_prompt(prompt)
         limit = self._truncation_limit(params)
+        if parsed.images:
+            return self._render_images(parsed, params, limit, extras, arrival_time)
         token_ids = parsed.token_ids
         ends: tuple[list[int], list[int]] = ([], [])
         if token_ids is None:
-            token_ids = self._tokenize(parsed, params)
+            assert parsed.text is not None
+            token_ids = self._tokenize(parsed.text, params)
             is_cut = limit is not None and len(token_ids) > limit
             if is_cut and params.pools and params.add_special_tokens:
                 ends = self._special_ends(parsed, token_ids)
@@ -229,9 +232,52 @@ class Renderer:
             result.update(extras)  # type: ignore[typeddict-item]
         return result
 
-    def _tokenize(self, parsed: ParsedPrompt, params: TokenizeParams) -> list[int]:
-        text = parsed.text
-        assert text is not None
+    def _render_images(
+        self,
+        parsed: ParsedPrompt,
+        params: TokenizeParams,
+        limit: int | None,
+        extras: Mapping[str, Any] | None,
+        arrival_time: float,
+    ) -> RenderedPrompt:
+        """A prompt with pictures, in place of whose placeholders stand what the encoder needs."""
+        mm = self._images()
+        salt = (extras or {}).get("cache_salt", parsed.cache_salt)
+        images = mm.prepare(parsed.images, salt)
+        if parsed.token_ids is not None:
+            encode = functools.partial(self.get_tokenizer().encode, add_special_tokens=False)
+            token_ids = mm.expand_ids(parsed.token_ids, images, encode)
+        else:
+            assert parsed.text is not None
+            token_ids = self._tokenize(mm.expand_text(parsed.text, images), params)
+        if limit is not None and len(token_ids) > limit:
+            raise ContextLengthError(
+                f"the prompt has {len(token_ids)} tokens with its {len(images)} images, and one "
+                f"with images cannot be truncated to {limit}; shorten it or send fewer images"
+            )
+        result = RenderedPrompt(
+            type="multimodal",
+            prompt_token_ids=token_ids,
+            prompt=parsed.text,
+            cache_salt=parsed.cache_salt,
+            arrival_time=arrival_time,
+            num_truncated_tokens=0,
+            mm_items=mm.find_places(token_ids, images),
+        )
+        if extras:
+            result.update(extras)  # type: ignore[typeddict-item]
+        return result
+
+    def _images(self) -> MultiModalProcessor:
+        """What prepares pictures; raises UnsupportedFeatureError where there is none."""
+        if self._mm is None:
+            raise UnsupportedFeatureError(
+                "images (image_url, multi_modal_data) are not supported by this engine: the model "
+                "has no image encoder that runs here, or limit_mm_per_prompt switches it off"
+            )
+        return self._mm
+
+    def _tokenize(self, text: str, params: TokenizeParams) -> list[int]:
         tokenizer = self.get_tokenizer()
         if params.truncate_prompt_tokens is None:
             self._check_text_length(text)
@@ -354,14 +400,37 @@ class Renderer:
                 value=True,
             )
         params = tok_params or CHAT_TOKENIZE_PARAMS
-        checked = [_check_messages(messages, chat) for messages in conversations]
-        rendered = []
-        for messages in checked:
+        shown, rendered = [], []
+        for messages in conversations:
             arrival_time = time.time()
-            prompt = self._render(self._apply_template(messages, chat), params, prompt_extras)
+            conversation = check_messages(messages)
+            if conversation.images:
+                self._images()  # before the template wonders
+            shown.append(self._with_contents(conversation, chat))
+            text = self._apply_template(shown[-1], chat)
+            raw: Any = text
+            if conversation.images:
+                raw = {
+                    "prompt": text,
+                    "multi_modal_data": {"image": [i.data for i in conversation.images]},
+                    "multi_modal_uuids": {"image": [i.uuid for i in conversation.images]},
+                }
+            prompt = self._render(raw, params, prompt_extras)
             prompt["arrival_time"] = arrival_time
             rendered.append(prompt)
-        return checked, rendered
+        return shown, rendered
+
+    def _with_contents(self, conversation: Conversation, chat: ChatParams) -> list[dict[str, Any]]:
+        """The messages, with contents in the form that the template reads."""
+        content_format = chat.content_format
+        if content_format == "auto":
+            template = chat.chat_template or self._default_template()
+            probe = functools.partial(
+                self.get_tokenizer().apply_chat_template, chat_template=template
+            )
+            content_format = self._formats.find(template, probe)
+        placeholder = "" if self._mm is None else self._mm.placeholder
+        return conversation.with_contents(content_format, placeholder)
 
     async def render_chat_async(
         self,
@@ -406,15 +475,15 @@ class Renderer:
 
     def clear_mm_cache(self) -> None:
         """Forget processed multimodal items, in step with the core's cache."""
-        if self._mm_cache is not None:
-            self._mm_cache.clear()
+        if self._mm is not None:
+            self._mm.clear()
 
     async def clear_mm_cache_async(self) -> None:
         self.clear_mm_cache()
 
     def stat_mm_cache(self) -> CacheStats | None:
         """Hits since the last call; None without a cache."""
-        return None if self._mm_cache is None else self._mm_cache.take_stats()
+        return None if self._mm is None else self._mm.take_stats()
 
     def shutdown(self) -> None:
         """Release the cache. Idempotent."""
@@ -424,7 +493,8 @@ class Renderer:
 def _is_short(*parts: Any) -> bool:
     """Whether all strings in ``parts`` together have at most `INLINE_CHARS` characters.
 
-    Everything else counts as one, so that this ends soon, whatever is given.
+    Other plain values count as one, so that this ends soon, whatever is given; bytes and objects
+    may be pictures, which are never short.
     """
     left = INLINE_CHARS
     rest = list(parts)
@@ -439,56 +509,8 @@ def _is_short(*parts: Any) -> bool:
         elif isinstance(part, list | tuple):
             left -= 1
             rest.extend(part[: INLINE_CHARS + 1])
-        else:
+        elif part is None or isinstance(part, int | float):
             left -= 1
+        else:
+            return False
     return left >= 0
-
-
-def _check_messages(messages: Any, chat: ChatParams) -> list[dict[str, Any]]:
-    """Copies of the messages, with contents in the form that the template gets."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise InvalidParameterError(
-            f"a conversation must be a non-empty list of messages, got {messages!r:.80}",
-            parameter="messages",
-        )
-    result = []
-    for position, message in enumerate(messages):
-        where = f"messages[{position}]"
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise InvalidTypeError(
-                f"{where} must be a dict with a 'role', got {message!r:.80}",
-                parameter="messages",
-                value=message,
-            )
-        copy = dict(message)
-        if not isinstance(copy.get("content"), str):
-            copy["content"] = _content(copy.get("content"), where, chat.content_format)
-        result.append(copy)
-    return result
-
-
-def _content(content: Any, where: str, content_format: str) -> Any:
-    if content is None:
-        return ""
-    if not isinstance(content, list | tuple):
-        raise InvalidTypeError(
-            f"{where}.content must be a string, a list of parts or null, "
-            f"got {type(content).__name__}",
-            parameter="messages",
-        )
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind not in ("text", "input_text", "refusal") and not isinstance(part, str):
-            raise UnsupportedFeatureError(
-                f"{where}.content has a part of type {kind!r}; this model takes text only"
-            )
-        text = part if isinstance(part, str) else part.get("text", part.get("refusal"))
-        if not isinstance(text, str):
-            raise InvalidTypeError(
-                f"{where}.content has a text part without text", parameter="messages"
-            )
-        texts.append(text)
-    if content_format == "openai":
-        return [{"type": "text", "text": text} for text in texts]
-    return "\n".join(texts)

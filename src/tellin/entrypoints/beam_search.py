@@ -11,7 +11,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tellin.checks import check_int
-from tellin.engine.prompts import COMPLETION_TOKENIZE_PARAMS, RenderedPrompt, prompts_to_list
+from tellin.engine.prompts import (
+    COMPLETION_TOKENIZE_PARAMS,
+    MultiModalItems,
+    RenderedPrompt,
+    prompts_to_list,
+)
 from tellin.entrypoints.offline_runner import LoRAPerPrompt, RunOptions, one_per_prompt
 from tellin.entrypoints.progress import UseTqdm, rendering
 from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
@@ -31,6 +36,7 @@ class _Search:
     lora_request: LoRARequest | None
     live: list[BeamSearchSequence]
     completed: list[BeamSearchSequence] = field(default_factory=list)
+    mm_items: dict[str, MultiModalItems] = field(default_factory=dict)
 
 
 def beam_score(
@@ -72,6 +78,7 @@ def search_beams(
             len(prompt["prompt_token_ids"]),
             lora,
             [BeamSearchSequence(list(prompt["prompt_token_ids"]))],
+            mm_items=prompt.get("mm_items") or {},
         )
         for prompt, lora in zip(rendered, loras, strict=True)
     ]
@@ -116,8 +123,8 @@ def _advance(llm: LLM, searches: Sequence[_Search], params: BeamSearchParams) ->
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     outputs: list[RequestOutput] = llm._runner.run(
-        [beam.tokens for _, beam in beams],
-        lambda tokens: RenderedPrompt(type="token", prompt_token_ids=list(tokens)),
+        beams,
+        _prompt,
         [step_params] * len(beams),
         RunOptions(lora_request=[search.lora_request for search, _ in beams]),
     )
@@ -134,6 +141,14 @@ def _advance(llm: LLM, searches: Sequence[_Search], params: BeamSearchParams) ->
                 else:
                     candidates.append(candidate)
         search.live = _best(llm, candidates, params)
+
+
+def _prompt(beam: tuple[_Search, BeamSearchSequence]) -> RenderedPrompt:
+    """The prompt of a step: all of a beam so far, with the images of its search."""
+    token_ids, mm_items = list(beam[1].tokens), beam[0].mm_items
+    if not mm_items:
+        return RenderedPrompt(type="token", prompt_token_ids=token_ids)
+    return RenderedPrompt(type="multimodal", prompt_token_ids=token_ids, mm_items=mm_items)
 
 
 def _extensions(beam: BeamSearchSequence, output: RequestOutput) -> Iterator[BeamSearchSequence]:

@@ -1,0 +1,206 @@
+"""Pictures as users give them: objects, arrays, files' bytes, ``data:`` URLs; made RGB, or refused.
+
+Pillow (the extra ``images``) is imported when the first picture comes. What a stranger sends is
+judged by its header before anything is decoded. Nothing is ever fetched from a network.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_PIXELS = 1 << 26
+"""Of one picture (67 million): a small file can claim more than memory holds."""
+
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
+"""Pillow's names of the formats that are decoded; its rarer decoders are left alone."""
+
+_DATA_URL = re.compile(r"data:(?P<kind>[\w.+-]+/[\w.+-]+)?(?P<options>(;[^,;]*)*),", re.ASCII)
+
+
+def to_rgb(given: Any, where: str = "image") -> Image:
+    """A picture of mode RGB.
+
+    Args:
+        given: a PIL image, an array (`uint8`, ``[height, width, 3]`` or ``[3, height, width]``), or
+            the bytes of an encoded file, of which the first frame counts.
+        where: names it in errors.
+
+    Raises:
+        InvalidTypeError: it is none of these.
+        InvalidParameterError: it is broken, empty, or too large.
+        UnsupportedFeatureError: Pillow is not installed.
+    """
+    pil = _pillow(where)
+    if isinstance(given, bytes | bytearray | memoryview):
+        return _decode(bytes(given), where)
+    if isinstance(given, pil.Image):
+        _check_size(given.size, where)
+        try:
+            given.load()
+            return _flatten(given)
+        except Exception as error:  # a lazily opened file may be broken in any way
+            raise _broken(where, error) from None
+    if hasattr(given, "__array_interface__"):
+        return _from_array(given, where)
+    raise InvalidTypeError(
+        f"{where} must be a PIL image, a uint8 array of shape [height, width, 3], or the bytes of "
+        f"an image file, got {type(given).__name__}",
+        parameter="multi_modal_data",
+    )
+
+
+def read_url(url: Any, where: str, allowed_local_media_path: Path | None = None) -> bytes:
+    """Bytes of the file that a URL holds, or names in the one folder that is allowed.
+
+    Raises:
+        InvalidTypeError: it is no string.
+        InvalidParameterError: a broken ``data:`` URL, or a file that cannot be read.
+        UnsupportedFeatureError: another kind of URL.
+    """
+    if not isinstance(url, str):
+        raise InvalidTypeError(
+            f"{where} must be a data: URL, got {type(url).__name__}", parameter="image_url"
+        )
+    scheme = url.partition(":")[0].strip().lower()
+    if scheme == "data":
+        return _read_data_url(url, where)
+    if scheme == "file":
+        return _read_file_url(url, where, allowed_local_media_path)
+    raise UnsupportedFeatureError(
+        f"{where} must be a data: URL (data:image/png;base64,...), got {url[:40]!r}: nothing is "
+        "fetched from a network; read the picture and send its bytes"
+    )
+
+
+def _read_data_url(url: str, where: str) -> bytes:
+    match = _DATA_URL.match(url)
+    if match is None:
+        raise InvalidParameterError(
+            f"{where} is no valid data: URL; write data:image/png;base64, and the encoded file",
+            parameter="image_url",
+        )
+    body = url[match.end() :]
+    if ";base64" not in match["options"].lower():
+        return unquote_to_bytes(body)
+    try:
+        return base64.b64decode(unquote(body) if "%" in body else body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidParameterError(
+            f"{where} is not valid base64: {error}", parameter="image_url"
+        ) from None
+
+
+def _read_file_url(url: str, where: str, allowed: Path | None) -> bytes:
+    if allowed is None:
+        raise UnsupportedFeatureError(
+            f"{where} names a file, and none may be read: send a data: URL, or start the engine "
+            "with allowed_local_media_path"
+        )
+    parts = urlsplit(url)
+    try:
+        path = Path(unquote(parts.path)).resolve(strict=True)
+        if parts.netloc not in ("", "localhost") or not path.is_relative_to(allowed.resolve()):
+            raise InvalidParameterError(
+                f"{where} names a file outside of allowed_local_media_path", parameter="image_url"
+            )
+        return path.read_bytes()
+    except (OSError, ValueError) as error:
+        if isinstance(error, InvalidParameterError):
+            raise
+        raise InvalidParameterError(
+            f"{where} names a file that cannot be read", parameter="image_url"
+        ) from error
+
+
+def _pillow(where: str) -> Any:
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        raise UnsupportedFeatureError(
+            f"{where}: pictures need Pillow; install it with: pip install 'tellin[images]'"
+        ) from None
+    return PIL.Image
+
+
+def _decode(data: bytes, where: str) -> Image:
+    pil = _pillow(where)
+    if not data:
+        raise InvalidParameterError(f"{where} is empty", parameter="multi_modal_data")
+    try:
+        image: Image = pil.open(io.BytesIO(data), formats=FORMATS)
+    except Exception as error:  # decoders raise whatever a broken header makes them
+        raise InvalidParameterError(
+            f"{where} is no picture that can be read ({', '.join(FORMATS)}): "
+            f"{type(error).__name__}",
+            parameter="multi_modal_data",
+        ) from None
+    _check_size(image.size, where)
+    try:
+        image.load()
+        return _flatten(image)
+    except Exception as error:  # likewise
+        raise _broken(where, error) from None
+
+
+def _broken(where: str, error: Exception) -> InvalidParameterError:
+    return InvalidParameterError(
+        f"{where} is broken: {type(error).__name__}: {error}", parameter="multi_modal_data"
+    )
+
+
+def _check_size(size: tuple[int, int], where: str) -> None:
+    width, height = size
+    if width < 1 or height < 1:
+        raise InvalidParameterError(
+            f"{where} has no pixels: it is {width} x {height}", parameter="multi_modal_data"
+        )
+    if width * height > MAX_PIXELS:
+        raise InvalidParameterError(
+            f"{where} has {width} x {height} pixels, more than the {MAX_PIXELS} that are decoded; "
+            "make it smaller",
+            parameter="multi_modal_data",
+        )
+
+
+def _flatten(image: Image) -> Image:
+    """Upright, and without transparency: what is transparent becomes white."""
+    import PIL.Image
+    import PIL.ImageOps
+
+    upright = PIL.ImageOps.exif_transpose(image)
+    if upright.mode == "RGB" and "transparency" not in upright.info:
+        return upright
+    if "A" not in upright.getbands() and "transparency" not in upright.info:
+        return upright.convert("RGB")
+    rgba = upright.convert("RGBA")
+    white = PIL.Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+    return PIL.Image.alpha_composite(white, rgba).convert("RGB")
+
+
+def _from_array(given: Any, where: str) -> Image:
+    import numpy as np
+    import PIL.Image
+
+    array = np.asarray(given)
+    if array.ndim == 3 and array.shape[2] != 3 and array.shape[0] == 3:
+        array = array.transpose(1, 2, 0)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        raise InvalidTypeError(
+            f"{where} must be a uint8 array of shape [height, width, 3], got {array.dtype} of "
+            f"shape {list(np.shape(given))}",
+            parameter="multi_modal_data",
+        )
+    _check_size((array.shape[1], array.shape[0]), where)
+    return PIL.Image.fromarray(np.ascontiguousarray(array))

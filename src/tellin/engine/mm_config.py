@@ -1,0 +1,109 @@
+"""Images in prompts, as the engine's arguments want them: part of `tellin.engine.arg_utils`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tellin.checks import check_float, check_int
+from tellin.config import (
+    EngineArgs,
+    EngineConfig,
+    ModelConfig,
+    MultiModalConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from tellin.engine.mm_inputs import MODALITIES
+from tellin.engine.mm_processor import MultiModalProcessor
+from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
+
+DEFAULT_LIMIT = 999
+MAX_CACHE_GB = 1 << 20
+
+
+def multimodal_config(
+    args: EngineArgs,
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    speculation: SpeculativeConfig | None,
+) -> MultiModalConfig | None:
+    """None where prompts are text only: the model sees no images, or none are wanted.
+
+    Raises:
+        InvalidTypeError, InvalidParameterError, UnsupportedFeatureError: naming the argument.
+    """
+    limits = _limits(args.limit_mm_per_prompt)
+    cache_gb = check_float("mm_processor_cache_gb", args.mm_processor_cache_gb, 0, MAX_CACHE_GB)
+    folder = _media_folder(args.allowed_local_media_path)
+    if limits["image"] == 0 or model.runner_type == "pooling":
+        return None
+    from tellin.loading import load_image_processor
+
+    processor = load_image_processor(model.path)
+    if processor is None:
+        return None
+    if speculation is not None and speculation.method == "draft_model":
+        raise UnsupportedFeatureError(
+            "speculative_config.method='draft_model' does not go with images, which the draft "
+            "model cannot see; use 'ngram' or 'suffix', or set limit_mm_per_prompt={'image': 0}"
+        )
+    most = processor.max_tokens_per_image
+    return MultiModalConfig(
+        limit_per_prompt=limits,
+        max_tokens_per_item=most,
+        encoder_cache_size=max(scheduler.max_num_batched_tokens, most),
+        processor_cache_gb=cache_gb,
+        allowed_local_media_path=folder,
+    )
+
+
+def load_mm_processor(config: EngineConfig) -> MultiModalProcessor | None:
+    """What prepares the images of an engine's prompts; None for an engine that takes text only."""
+    multimodal = config.multimodal_config
+    if multimodal is None:
+        return None
+    from tellin.loading import load_image_processor
+
+    model = config.model_config
+    processor = load_image_processor(model.path)
+    if processor is None:
+        raise UnsupportedFeatureError(f"{model.path}: the model takes no images")
+    return MultiModalProcessor(multimodal, processor, model.served_model_name or model.model)
+
+
+def _limits(given: Any) -> dict[str, int]:
+    """Most items by modality. vLLM's form ``{"image": {"count": 2}}`` is taken too."""
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping):
+        raise InvalidTypeError(
+            f"limit_mm_per_prompt must be a dict like {{'image': 4}}, got {given!r}",
+            parameter="limit_mm_per_prompt",
+            value=given,
+        )
+    limits = dict.fromkeys(MODALITIES, DEFAULT_LIMIT)
+    for modality, value in given.items():
+        name = f"limit_mm_per_prompt.{modality}"
+        if isinstance(value, Mapping):
+            value = value.get("count", DEFAULT_LIMIT)
+        count = check_int(name, value, 0)
+        if modality in MODALITIES:
+            limits[modality] = count
+        elif count:
+            raise UnsupportedFeatureError(f"{name}={count}: of modalities only images are read")
+    return limits
+
+
+def _media_folder(given: str | Path | None) -> Path | None:
+    if given is None or given == "":
+        return None
+    folder = Path(given).expanduser()
+    if not folder.is_dir():
+        raise InvalidParameterError(
+            f"allowed_local_media_path must be a folder, got {str(given)!r}",
+            parameter="allowed_local_media_path",
+            value=str(given),
+        )
+    return folder.resolve()

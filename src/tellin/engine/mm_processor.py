@@ -1,0 +1,233 @@
+"""`MultiModalProcessor`: from a prompt with pictures to token ids, pixels and their places.
+
+Every placeholder in the prompt is replaced by what the model's image processor says (marks, and one
+placeholder per embedding row), then the places are found among the ids. Owns the frontend's cache
+of processed pictures. Does not know how a model's pixels are made: `tellin.loading.images` does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tellin.config import MultiModalConfig
+from tellin.engine.image_input import read_url, to_rgb
+from tellin.engine.mm_cache import ProcessorCache
+from tellin.engine.mm_inputs import ImageItem, ImageUrl
+from tellin.engine.prompts import MultiModalItems
+from tellin.exceptions import InvalidParameterError
+from tellin.protocol import CacheStats
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from tellin.loading.images import ImageProcessor, ProcessedImage
+
+Encode = Callable[[str], list[int]]
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    """A picture that is ready, under the key of its content (or of the user's name for it)."""
+
+    key: str
+    image: ProcessedImage
+
+
+class MultiModalProcessor:
+    """Pictures of one engine's prompts."""
+
+    def __init__(self, config: MultiModalConfig, processor: ImageProcessor, model: str) -> None:
+        self.config = config
+        self.processor = processor
+        self.placeholder = processor.placeholder
+        self._model = model
+        self._cache = ProcessorCache(int(config.processor_cache_gb * (1 << 30)))
+
+    # ------------------------------------------------------------------ pictures
+
+    def prepare(self, items: Sequence[ImageItem], salt: str | None = None) -> list[PreparedImage]:
+        """Process pictures, or find them in the cache.
+
+        Args:
+            salt: keeps names that users gave apart from those of others (``cache_salt``).
+
+        Raises:
+            InvalidParameterError: too many, a broken one, or a name of none that is known.
+            InvalidTypeError, UnsupportedFeatureError: a form that is not accepted.
+        """
+        limit = self.config.limit_per_prompt.get("image", 0)
+        if len(items) > limit:
+            raise InvalidParameterError(
+                f"the prompt has {len(items)} images, but at most {limit} are allowed; send fewer, "
+                "or raise limit_mm_per_prompt",
+                parameter="multi_modal_data",
+                value=len(items),
+            )
+        return [self._prepare(item, f"image {i}", salt) for i, item in enumerate(items)]
+
+    def _prepare(self, item: ImageItem, where: str, salt: str | None) -> PreparedImage:
+        if item.uuid is not None:
+            return self._prepare_named(item, item.uuid, where, salt)
+        if item.data is None:
+            raise InvalidParameterError(
+                f"{where} is missing: only one that was sent before under a uuid may be None",
+                parameter="multi_modal_data",
+            )
+        data = self._read(item.data, where)
+        digest = hashlib.sha256(data).digest() if isinstance(data, bytes) else None
+        key = None if digest is None else self._cache.hash_of_file(digest)
+        rgb = None
+        if key is None:
+            rgb = to_rgb(data, where)
+            key = self._content_key(rgb)
+            if digest is not None:
+                self._cache.note_file(digest, key)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._process(key, to_rgb(data, where) if rgb is None else rgb)
+        return PreparedImage(key, found)
+
+    def _prepare_named(
+        self, item: ImageItem, uuid: str, where: str, salt: str | None
+    ) -> PreparedImage:
+        """A picture that the user names: whatever was sent first under the name counts."""
+        key = _hash("name", self._model, salt or "", uuid)
+        found = self._cache.get(key)
+        if found is None:
+            if item.data is None:
+                raise InvalidParameterError(
+                    f"{where} has the uuid {uuid!r} and no data, but no such image is cached; send "
+                    "it with its data",
+                    parameter="multi_modal_uuids",
+                    value=uuid,
+                )
+            found = self._process(key, to_rgb(self._read(item.data, where), where))
+        return PreparedImage(key, found)
+
+    def _read(self, data: Any, where: str) -> Any:
+        if isinstance(data, ImageUrl):
+            return read_url(data.url, where, self.config.allowed_local_media_path)
+        if isinstance(data, str):
+            return read_url(data, where, self.config.allowed_local_media_path)
+        return bytes(data) if isinstance(data, bytearray | memoryview) else data
+
+    def _process(self, key: str, rgb: Image) -> ProcessedImage:
+        image = self.processor.process(rgb)
+        image.pixels.flags.writeable = False  # several requests may hold it
+        self._cache.put(key, image)
+        return image
+
+    def _content_key(self, rgb: Image) -> str:
+        width, height = rgb.size
+        return _hash("rgb", self._model, struct.pack("<QQ", width, height), rgb.tobytes())
+
+    # ------------------------------------------------------------------ prompts
+
+    def expand_text(self, text: str, images: Sequence[PreparedImage]) -> str:
+        """The prompt with every placeholder replaced by its picture's text.
+
+        A text that has a placeholder for every embedding row already stays as it is.
+
+        Raises:
+            InvalidParameterError: other numbers of placeholders and pictures.
+        """
+        parts = text.split(self.placeholder)
+        if self._is_expanded(len(parts) - 1, images):
+            return text
+        pieces = [parts[0]]
+        for image, part in zip(images, parts[1:], strict=True):
+            pieces += [image.image.prompt, part]
+        return "".join(pieces)
+
+    def expand_ids(
+        self, token_ids: Sequence[int], images: Sequence[PreparedImage], encode: Encode
+    ) -> list[int]:
+        """`expand_text` for token ids; ``encode`` makes ids of a picture's text."""
+        placeholder = self.processor.placeholder_token_id
+        if self._is_expanded(sum(1 for i in token_ids if i == placeholder), images):
+            return list(token_ids)
+        rest = iter(images)
+        result: list[int] = []
+        for token_id in token_ids:
+            if token_id == placeholder:
+                result += encode(next(rest).image.prompt)
+            else:
+                result.append(token_id)
+        return result
+
+    def _is_expanded(self, num_found: int, images: Sequence[PreparedImage]) -> bool:
+        if num_found == len(images):
+            return False
+        if num_found == sum(image.image.num_embeds for image in images):
+            return True
+        raise InvalidParameterError(
+            f"the prompt has {num_found} placeholders {self.placeholder!r} for {len(images)} "
+            "images; write one for each image, where it belongs",
+            parameter="prompt",
+            value=num_found,
+        )
+
+    def find_places(
+        self, token_ids: Sequence[int], images: Sequence[PreparedImage]
+    ) -> dict[str, MultiModalItems]:
+        """Where the pictures' rows go in an expanded prompt.
+
+        Raises:
+            InvalidParameterError: the tokenizer does not keep placeholders apart.
+        """
+        placeholder = self.processor.placeholder_token_id
+        places = [i for i, token_id in enumerate(token_ids) if token_id == placeholder]
+        wanted = sum(image.image.num_embeds for image in images)
+        if len(places) != wanted:
+            raise InvalidParameterError(
+                f"the prompt has {len(places)} placeholder tokens (id {placeholder}) after its "
+                f"{len(images)} images were put in, but they need {wanted}; text that comes with "
+                f"images must not contain {self.placeholder!r}, and prompts must not be truncated",
+                parameter="prompt",
+            )
+        items = MultiModalItems(data=[], hashes=[], placeholders=[], embed_runs=[])
+        start = 0
+        for image in images:
+            own = places[start : start + image.image.num_embeds]
+            start += len(own)
+            items["data"].append(image.image.pixels)
+            items["hashes"].append(image.key)
+            items["placeholders"].append((own[0], own[-1] + 1 - own[0]))
+            items["embed_runs"].append(_runs(own))
+        return {"image": items}
+
+    # ------------------------------------------------------------------ cache
+
+    def clear(self) -> None:
+        """Forget processed pictures."""
+        self._cache.clear()
+
+    def take_stats(self) -> CacheStats:
+        """Hits since the last call, in pictures."""
+        return self._cache.take_stats()
+
+
+def _runs(positions: Sequence[int]) -> list[tuple[int, int]]:
+    """``(start, count)`` of consecutive positions, relative to the first."""
+    runs: list[tuple[int, int]] = []
+    for position in positions:
+        relative = position - positions[0]
+        if runs and sum(runs[-1]) == relative:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((relative, 1))
+    return runs
+
+
+def _hash(*parts: str | bytes) -> str:
+    """Digest of parts with their lengths, so that no two lists of parts are the same bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass") if isinstance(part, str) else part
+        digest.update(struct.pack("<Q", len(data)))
+        digest.update(data)
+    return digest.hexdigest()
