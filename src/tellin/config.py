@@ -213,7 +213,7 @@ class MultiModalConfig:
     allowed_local_media_path: Path | None = None
     """Folder whose files ``file:`` URLs may name; None = no such URL is read."""
     mmproj: Path | None = None
-    """File that holds the encoder of a GGUF model; None = the model's own file or folder."""
+    """File that holds the encoder of a GGUF model; None = where the model is."""
 
 
 @dataclass(frozen=True)
@@ -355,6 +355,9 @@ class EngineArgs(metaclass=_EngineArgsMeta):
     None = 999."""
     mm_processor_cache_gb: float = 1.0
     """Processed images that are kept for prompts to come, in GiB; 0 = none."""
+    mmproj: str | Path | None = None
+    """The ``mmproj-*.gguf`` file with the image encoder of a GGUF model; None = the one that lies
+    beside the model, if there is one."""
     allowed_local_media_path: str | Path | None = None
     """Folder from which ``file:`` URLs of images may be read; None = from nowhere."""
 

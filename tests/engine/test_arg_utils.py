@@ -38,7 +38,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> ModelMetadata:
     )
     monkeypatch.setattr("tellin.loading.resolve_model", lambda *a, **k: made.path, raising=False)
     monkeypatch.setattr("tellin.loading.open_metadata", lambda path: made, raising=False)
-    monkeypatch.setattr("tellin.loading.load_image_processor", lambda path: None, raising=False)
+    monkeypatch.setattr("tellin.loading.load_image_processor", lambda *paths: None, raising=False)
     return made
 
 

@@ -293,8 +293,8 @@ def test_chat_contents() -> None:
     seen, _ = renderer.render_chat([[message]], ChatParams(content_format="openai"))
     assert seen[0][0]["content"] == parts
     assert message["content"] is parts, "the caller's message is not changed"
+    part = {"type": "image_url", "image_url": {"url": "data:,x"}}
     with pytest.raises(UnsupportedFeatureError, match="image_url"):
-        part = {"type": "image_url", "image_url": {"url": "data:,x"}}
         renderer.render_chat([[{"role": "user", "content": [part]}]])
 
 

@@ -26,7 +26,6 @@ from tellin.engine.control_checks import check_level, check_request_ids
 from tellin.engine.core_client import AsyncCoreClient, EngineCoreClient
 from tellin.engine.input_processor import InputProcessor
 from tellin.engine.mm_config import load_mm_processor
-from tellin.engine.mm_inputs import holds_images
 from tellin.engine.output_collector import OutputTap, RequestOutputCollector, is_finished
 from tellin.engine.output_handler import OutputHandler
 from tellin.engine.output_processor import OutputProcessor
@@ -207,12 +206,7 @@ class AsyncLLM:
         self._check_alive()
         self._check_capacity(params.n if isinstance(params, SamplingParams) else 1)
         pools = isinstance(params, PoolingParams)
-        if holds_images(prompt):  # decoding and scaling must not hold up the streams of others
-            rendered = await asyncio.to_thread(
-                self.input_processor.render, prompt, tokenization_kwargs, pools
-            )
-        else:
-            rendered = self.input_processor.render(prompt, tokenization_kwargs, pools)
+        rendered = await self.input_processor.render_async(prompt, tokenization_kwargs, pools)
         request = self.input_processor.process_inputs(
             request_id,
             rendered,

@@ -17,6 +17,7 @@ from typing import Any
 from tellin.checks import check_float, check_int
 from tellin.config import EngineConfig
 from tellin.engine.control_checks import check_lora_request, check_trace_headers
+from tellin.engine.mm_inputs import holds_images
 from tellin.engine.param_checks import (
     check_contradictions,
     check_pooling_params,
@@ -202,6 +203,19 @@ class InputProcessor:
         params = POOLING_TOKENIZE_PARAMS if pools else COMPLETION_TOKENIZE_PARAMS
         params = params.with_options(tokenization_kwargs)
         return self.renderer.render_cmpl([prompt], params)[0]
+
+    async def render_async(
+        self,
+        prompt: Any,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        pools: bool = False,
+    ) -> RenderedPrompt:
+        """`render`; in a thread where pictures would hold up the event loop."""
+        import asyncio
+
+        if not holds_images(prompt):
+            return self.render(prompt, tokenization_kwargs, pools)
+        return await asyncio.to_thread(self.render, prompt, tokenization_kwargs, pools)
 
     def assign_request_id(self, request: EngineCoreRequest) -> None:
         """Keep the caller's id as external id; make the internal one unique.

@@ -37,11 +37,12 @@ def multimodal_config(
     limits = _limits(args.limit_mm_per_prompt)
     cache_gb = check_float("mm_processor_cache_gb", args.mm_processor_cache_gb, 0, MAX_CACHE_GB)
     folder = _media_folder(args.allowed_local_media_path)
+    mmproj = _file("mmproj", args.mmproj)
     if limits["image"] == 0 or model.runner_type == "pooling":
         return None
     from tellin.loading import load_image_processor
 
-    processor = load_image_processor(model.path)
+    processor = load_image_processor(model.path, mmproj)
     if processor is None:
         return None
     if speculation is not None and speculation.method == "draft_model":
@@ -56,6 +57,7 @@ def multimodal_config(
         encoder_cache_size=max(scheduler.max_num_batched_tokens, most),
         processor_cache_gb=cache_gb,
         allowed_local_media_path=folder,
+        mmproj=mmproj,
     )
 
 
@@ -67,7 +69,7 @@ def load_mm_processor(config: EngineConfig) -> MultiModalProcessor | None:
     from tellin.loading import load_image_processor
 
     model = config.model_config
-    processor = load_image_processor(model.path)
+    processor = load_image_processor(model.path, multimodal.mmproj)
     if processor is None:
         raise UnsupportedFeatureError(f"{model.path}: the model takes no images")
     return MultiModalProcessor(multimodal, processor, model.served_model_name or model.model)
@@ -107,3 +109,14 @@ def _media_folder(given: str | Path | None) -> Path | None:
             value=str(given),
         )
     return folder.resolve()
+
+
+def _file(name: str, given: str | Path | None) -> Path | None:
+    if given is None:
+        return None
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise InvalidParameterError(
+            f"{name} must be a file, got {str(given)!r}", parameter=name, value=str(given)
+        )
+    return path
