@@ -71,12 +71,14 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def write_pair(folder: Path, specials: tuple[str, ...] = ("<|bos|>", "<|eos|>", "<image>")) -> Path:
-    """A text model, and the encoder of the tiny SmolVLM beside it."""
+    """A text model, and the encoder of the tiny SmolVLM beside it, cut to rows of 32 values."""
     tokens = byte_level(specials=specials)
     model = write_gguf(
-        folder / "model.gguf", gguf_metadata("llama", embedding_length=64) | tokens, gguf_tensors()
+        folder / "model.gguf", gguf_metadata("llama", context_length=4096) | tokens, gguf_tensors()
     )
-    write_gguf(folder / "mmproj-model.gguf", metadata(), tensors_of(write_smolvlm(folder / "hf")))
+    tensors = tensors_of(write_smolvlm(folder / "hf"))
+    tensors["mm.model.fc.weight"] = tensors["mm.model.fc.weight"][:32].copy()
+    write_gguf(folder / "mmproj-model.gguf", metadata(), tensors)
     return model
 
 
@@ -94,7 +96,7 @@ def test_the_same_as_the_folder(tmp_path: Path) -> None:
         source = open_vision(path)
         assert source is not None
         rows.append(ImageEncoder(source, NativeBackend, num_threads=1).encode(processed.pixels))
-    np.testing.assert_array_equal(*rows)
+    np.testing.assert_array_equal(rows[0], rows[1][:, :32])
 
 
 def test_older_names_of_mlps(tmp_path: Path) -> None:
