@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 26
 """Of one picture (67 million): a small file can claim more than memory holds."""
 
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the formats that are decoded; its rarer decoders are left alone."""
 
 _DATA_URL = re.compile(r"data:(?P<kind>[\w.+-]+/[\w.+-]+)?(?P<options>(;[^,;]*)*),", re.ASCII)
@@ -139,7 +139,9 @@ def _decode(data: bytes, where: str) -> Image:
     if not data:
         raise InvalidParameterError(f"{where} is empty", parameter="multi_modal_data")
     try:
-        image: Image = pil.open(io.BytesIO(data), formats=FORMATS)
+        pil.init()
+        formats = [name for name in FORMATS if name in pil.OPEN]  # some builds lack one
+        image: Image = pil.open(io.BytesIO(data), formats=formats)
     except Exception as error:  # decoders raise whatever a broken header makes them
         raise InvalidParameterError(
             f"{where} is no picture that can be read ({', '.join(FORMATS)}): "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from tellin.engine.image_input import read_url, to_rgb
 from tellin.engine.mm_cache import ProcessorCache
 from tellin.engine.mm_inputs import ImageItem, ImageUrl
 from tellin.engine.prompts import MultiModalItems
-from tellin.exceptions import InvalidParameterError
+from tellin.exceptions import ContextLengthError, InvalidParameterError
 from tellin.protocol import CacheStats
 
 if TYPE_CHECKING:
@@ -46,17 +47,23 @@ class MultiModalProcessor:
         self.placeholder = processor.placeholder
         self._model = model
         self._cache = ProcessorCache(int(config.processor_cache_gb * (1 << 30)))
+        # Decoded pictures are large, and threads would not make them faster.
+        self._one_at_a_time = threading.Lock()
 
     # ------------------------------------------------------------------ pictures
 
-    def prepare(self, items: Sequence[ImageItem], salt: str | None = None) -> list[PreparedImage]:
+    def prepare(
+        self, items: Sequence[ImageItem], max_embeds: int, salt: str | None = None
+    ) -> list[PreparedImage]:
         """Process pictures, or find them in the cache.
 
         Args:
+            max_embeds: rows that fit into the context; nothing is prepared beyond them.
             salt: keeps names that users gave apart from those of others (``cache_salt``).
 
         Raises:
             InvalidParameterError: too many, a broken one, or a name of none that is known.
+            ContextLengthError: they do not fit into the context.
             InvalidTypeError, UnsupportedFeatureError: a form that is not accepted.
         """
         limit = self.config.limit_per_prompt.get("image", 0)
@@ -67,7 +74,18 @@ class MultiModalProcessor:
                 parameter="multi_modal_data",
                 value=len(items),
             )
-        return [self._prepare(item, f"image {i}", salt) for i, item in enumerate(items)]
+        prepared: list[PreparedImage] = []
+        num_embeds = 0
+        for index, item in enumerate(items):
+            prepared.append(self._prepare(item, f"image {index}", salt))
+            num_embeds += prepared[-1].image.num_embeds
+            if num_embeds > max_embeds:
+                raise ContextLengthError(
+                    f"the first {index + 1} of {len(items)} images take {num_embeds} tokens, but "
+                    f"the context (max_model_len) is {max_embeds}; send fewer, or raise "
+                    "max_model_len"
+                )
+        return prepared
 
     def _prepare(self, item: ImageItem, where: str, salt: str | None) -> PreparedImage:
         if item.uuid is not None:
@@ -78,6 +96,10 @@ class MultiModalProcessor:
                 parameter="multi_modal_data",
             )
         data = self._read(item.data, where)
+        with self._one_at_a_time:
+            return self._find_or_process(data, where)
+
+    def _find_or_process(self, data: Any, where: str) -> PreparedImage:
         digest = hashlib.sha256(data).digest() if isinstance(data, bytes) else None
         key = None if digest is None else self._cache.hash_of_file(digest)
         rgb = None
@@ -105,7 +127,8 @@ class MultiModalProcessor:
                     parameter="multi_modal_uuids",
                     value=uuid,
                 )
-            found = self._process(key, to_rgb(self._read(item.data, where), where))
+            with self._one_at_a_time:
+                found = self._process(key, to_rgb(self._read(item.data, where), where))
         return PreparedImage(key, found)
 
     def _read(self, data: Any, where: str) -> Any:

@@ -243,7 +243,7 @@ class Renderer:
         """A prompt with pictures, in place of whose placeholders stand what the encoder needs."""
         mm = self._images()
         salt = (extras or {}).get("cache_salt", parsed.cache_salt)
-        images = mm.prepare(parsed.images, salt)
+        images = mm.prepare(parsed.images, self.config.model_config.max_model_len, salt)
         if parsed.token_ids is not None:
             encode = functools.partial(self.get_tokenizer().encode, add_special_tokens=False)
             token_ids = mm.expand_ids(parsed.token_ids, images, encode)

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from tellin.entrypoints.commands.common import (
     DEFAULT_TEMPERATURE,
+    add_image_argument,
     add_model_arguments,
     add_sampling_arguments,
     interruptible,
     open_llm,
+    read_images,
     sampling_params,
+    user_message,
 )
-from tellin.exceptions import ContextLengthError, InvalidParameterError
+from tellin.exceptions import ContextLengthError, InvalidParameterError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
     from tellin.entrypoints.llm import LLM
@@ -37,15 +40,20 @@ examples:
 commands in the chat:
   /reset   forget the conversation      /retry   answer again      /exit   leave
   \"\"\"      begin and end a message of several lines
+  /image FILE   a picture for the next message (repeatable; the model must see images)
 """
 
-HELP = 'commands: /reset  /retry  /exit  /help; """ begins and ends a message of several lines'
+HELP = (
+    "commands: /reset  /retry  /image FILE  /exit  /help; "
+    '""" begins and ends a message of several lines'
+)
 FENCE = '"""'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--system", metavar="TEXT", help="system message")
+    add_image_argument(parser, "the first message")
     parser.add_argument("--stats", action="store_true", help="print tokens per second to stderr")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
@@ -53,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk until the input ends."""
+    images = read_images(args.image)
     with open_llm(args) as llm:
         if llm.model_config.chat_template is None:
             raise InvalidParameterError(
@@ -60,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
             )
         params = sampling_params(args, llm, temperature=DEFAULT_TEMPERATURE, max_tokens=None)
         conversation = Conversation(llm, params, args.system, show_stats=args.stats)
+        conversation.images = images
         if sys.stdin.isatty():
             _talk(conversation)
         else:
@@ -80,14 +90,18 @@ class Conversation:
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._show_stats = show_stats
         self.messages: list[dict[str, Any]] = list(self._start)
+        self.images: list[bytes] = []
+        """Pictures that go with the next message."""
 
     def reset(self) -> None:
         """Forget all but the system message."""
         self.messages = list(self._start)
+        self.images = []
 
     def say(self, text: str) -> None:
         """Add the user's message and print the answer. A message that does not fit is not kept."""
-        self.messages.append({"role": "user", "content": text})
+        images, self.images = self.images, []
+        self.messages.append(user_message(text, images))
         try:
             self.answer()
         except Exception:
@@ -148,7 +162,7 @@ def _talk(conversation: Conversation) -> None:
             return
         try:
             _obey(conversation, text)
-        except (ContextLengthError, InvalidParameterError) as error:
+        except (ContextLengthError, InvalidParameterError, UnsupportedFeatureError) as error:
             print(f"{error} (/reset forgets the conversation)", file=sys.stderr)
 
 
@@ -158,6 +172,10 @@ def _obey(conversation: Conversation, text: str) -> None:
         print("forgotten", file=sys.stderr)
     elif text == "/retry":
         conversation.retry()
+    elif text.startswith("/image "):
+        names = text.removeprefix("/image ").strip()
+        conversation.images += read_images([names])
+        print(f"{len(conversation.images)} for the next message", file=sys.stderr)
     elif text.startswith("/"):
         print(HELP, file=sys.stderr)
     elif text.strip():

@@ -7,7 +7,8 @@ import contextlib
 import logging
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +125,42 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     except (ValueError, RecursionError):  # no JSON, or more digits or brackets than Python reads
         literals = {"True": True, "False": False, "None": None}
         return name, literals.get(value, value)
+
+
+def add_image_argument(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--image``, for models that see images; ``what`` they go with."""
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=f"picture that goes with {what} (repeatable; the model must see images)",
+    )
+
+
+def read_images(names: Sequence[str]) -> list[bytes]:
+    """Contents of image files.
+
+    Raises:
+        InvalidParameterError: one cannot be read.
+    """
+    images = []
+    for name in names:
+        try:
+            images.append(Path(name).expanduser().read_bytes())
+        except OSError as error:
+            raise InvalidParameterError(
+                f"{name}: {error.strerror or error}", parameter="--image", value=name
+            ) from None
+    return images
+
+
+def user_message(text: str, images: Sequence[bytes]) -> dict[str, Any]:
+    """A message of a conversation, its pictures before its text."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def read_stdin() -> str:

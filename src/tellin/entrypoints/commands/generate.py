@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from tellin.entrypoints.commands.common import (
     DEFAULT_TEMPERATURE,
+    add_image_argument,
     add_model_arguments,
     add_sampling_arguments,
     interruptible,
     open_llm,
+    read_images,
     read_stdin,
     sampling_params,
+    user_message,
 )
 from tellin.exceptions import InvalidParameterError
 
@@ -30,6 +34,7 @@ examples:
   tellin generate "What is the capital of France?"
   tellin generate --raw --temperature 0.8 --seed 1 "Once upon a time"
   git diff | tellin generate --system "Summarise this change in one line." -
+  tellin generate --model smolvlm/ --image photo.jpg "What is this?"
   tellin generate --json "What is 2 + 2?" "Name a river." | jq .text
 """
 
@@ -44,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", type=int, default=1, metavar="N", help="completions per prompt (default: 1)"
     )
+    add_image_argument(parser, "each prompt; with --raw the prompt says where")
     parser.add_argument("--json", action="store_true", help="one JSON object per completion")
     add_model_arguments(parser)
     add_sampling_arguments(parser)
@@ -59,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     if prompts.count("-") > 1:
         raise InvalidParameterError("standard input (-) can be read once", parameter="prompt")
     prompts = [read_stdin().strip() if prompt == "-" else prompt for prompt in prompts]
+    images = read_images(args.image)
     with open_llm(args) as llm:
         # Greedy where one answer is wanted: the same each time. Several have to differ.
         temperature = 0.0 if args.count == 1 else DEFAULT_TEMPERATURE
@@ -69,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
                 "--system needs a chat template, which this model does not have",
                 parameter="--system",
             )
-        requests = [_messages(prompt, args.system) if is_chat else prompt for prompt in prompts]
+        if is_chat:
+            requests: list[Any] = [_messages(prompt, images, args.system) for prompt in prompts]
+        else:
+            requests = [_raw_prompt(prompt, images) for prompt in prompts]
         if len(requests) == 1 and args.count == 1 and not args.json:
             _print_stream(llm, requests[0], params)
         else:
@@ -78,9 +88,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _messages(prompt: str, system: str | None) -> list[dict[str, Any]]:
+def _messages(prompt: str, images: Sequence[bytes], system: str | None) -> list[dict[str, Any]]:
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return [*messages, {"role": "user", "content": prompt}]
+    return [*messages, user_message(prompt, images)]
+
+
+def _raw_prompt(prompt: str, images: Sequence[bytes]) -> Any:
+    if not images:
+        return prompt
+    return {"prompt": prompt, "multi_modal_data": {"image": list(images)}}
 
 
 def _print_stream(llm: LLM, request: Any, params: SamplingParams) -> None:
