@@ -94,6 +94,20 @@ CASES: dict[str, ModelHParams] = {
         rope_local_theta=10000.0,
         rope_scaling=RopeScaling("linear", factor=2.0),
     ),
+    "glm4": replace(
+        BASE, architecture="glm4", attention_bias=True, rope_dim=8, rope_interleaved=True
+    ),
+    "olmo2": replace(BASE, architecture="olmo2"),
+    "olmo3": replace(
+        BASE,
+        architecture="olmo3",
+        sliding_window=8,
+        sliding_window_pattern=3,
+        rope_theta=500000.0,
+        rope_local_theta=500000.0,
+        rope_scaling=RopeScaling("yarn", factor=4.0, original_max_position_embeddings=32),
+    ),
+    "smollm3": replace(BASE, architecture="smollm3", num_hidden_layers=4, no_rope_interval=4),
     "phi3": replace(BASE, architecture="phi3", sliding_window=8),
     "phi3_longrope_short": replace(BASE, architecture="phi3", rope_scaling=_longrope(64)),
     "phi3_longrope_long": replace(BASE, architecture="phi3", rope_scaling=_longrope(16)),
@@ -236,7 +250,8 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
             linears |= _mlp_shapes(mlp, hidden, inner)
         biased = set()
         if hp.attention_bias:
-            biased |= {f"{attention}.{p}_proj" for p in "qkvo"}
+            parts = "qkv" if hp.architecture == "glm4" else "qkvo"
+            biased |= {f"{attention}.{p}_proj" for p in parts}
         if hp.mlp_bias:
             biased |= {name for name in linears if name.startswith(mlp)}
         if hp.architecture in ("qwen2", "qwen2moe"):
@@ -246,14 +261,16 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
             if name in biased:
                 shapes[f"{name}.bias"] = shape[:1]
         norms = ["input_layernorm", "post_attention_layernorm"]
-        if hp.architecture in ("gemma2", "gemma3"):
+        if hp.architecture in ("gemma2", "gemma3", "glm4"):
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        elif hp.architecture in ("olmo2", "olmo3"):
+            norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
         shapes |= {f"layers.{i}.{norm}.weight": (hidden,) for norm in norms}
         if hp.architecture in ("qwen3", "qwen3moe", "gemma3"):
             shapes |= {f"{attention}.{p}_norm.weight": (hp.head_dim,) for p in "qk"}
         if hp.architecture == "gpt-oss":
             shapes[f"{attention}.sinks.weight"] = (hp.num_attention_heads,)
-        if hp.architecture == "olmoe":
+        if hp.architecture.startswith("olmo"):
             shapes |= {f"{attention}.q_norm.weight": (q,), f"{attention}.k_norm.weight": (kv,)}
     shapes["norm.weight"] = (hidden,)
     if not hp.tie_word_embeddings:

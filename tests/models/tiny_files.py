@@ -39,14 +39,19 @@ _LAYER_GPT_OSS = {
     "self_attn.sinks": "attn_sinks",
     "post_attention_layernorm": "post_attention_norm",
 }
-_PERMUTED = ("llama", "granite", "granitemoe")
+_LAYER_NORMS_AFTER = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 Arrays = dict[str, np.ndarray]
 
 
 def write_tiny_gguf(path: Path, name: str, quant_type: QuantType = QuantType.F32) -> Path:
     """Case ``name``; matrices, but for the router, are stored as ``quant_type``."""
     hp = ALL_CASES[name]
-    architecture = "llama" if hp.architecture == "mixtral" else hp.architecture
+    architecture = {"mixtral": "llama", "olmo3": "olmo2"}.get(hp.architecture, hp.architecture)
     arrays = tiny_arrays(name)
     if architecture in _PERMUTED:
         arrays = {key: _permuted(key, values, hp) for key, values in arrays.items()}
@@ -74,7 +79,15 @@ def _permuted(key: str, values: np.ndarray, hp: ModelHParams) -> np.ndarray:
 
 def _gguf_arrays(arrays: Arrays, hp: ModelHParams, dense_layers: tuple[int, ...]) -> Arrays:
     named: Arrays = {}
-    names = _LAYER | (_LAYER_GPT_OSS if hp.architecture == "gpt-oss" else {})
+    names = dict(_LAYER)
+    if hp.architecture == "gpt-oss":
+        names |= _LAYER_GPT_OSS
+    elif hp.architecture in ("glm4", "olmo2", "olmo3"):
+        names |= _LAYER_NORMS_AFTER
+    if hp.architecture == "glm4":
+        for i in range(hp.num_hidden_layers):
+            gate, up = (arrays.pop(f"layers.{i}.mlp.{part}_proj.weight") for part in ("gate", "up"))
+            arrays[f"layers.{i}.mlp.up_proj.weight"] = np.concatenate([gate, up])
     for key, values in arrays.items():
         stem, _, kind = key.rpartition(".")
         if not stem.startswith("layers."):
@@ -105,7 +118,7 @@ def _metadata(architecture: str, hp: ModelHParams) -> dict[str, Any]:
         "attention.key_length": hp.head_dim,
         "attention.value_length": hp.head_dim,
         "attention.layer_norm_rms_epsilon": hp.norm_eps,
-        "rope.dimension_count": hp.head_dim,
+        "rope.dimension_count": hp.rope_dim or hp.head_dim,
         "rope.freq_base": hp.rope_theta,
         "vocab_size": hp.vocab_size,
     }
@@ -121,6 +134,10 @@ def _metadata(architecture: str, hp: ModelHParams) -> dict[str, Any]:
         own["expert_weights_norm"] = hp.norm_topk_prob
     if hp.sliding_window:
         own["attention.sliding_window"] = hp.sliding_window
+        if hp.sliding_window_pattern:
+            own["attention.sliding_window_pattern"] = np.array(
+                [(i + 1) % hp.sliding_window_pattern != 0 for i in range(hp.num_hidden_layers)]
+            )
     if hp.rope_scaling.kind == "yarn":
         own |= {
             "rope.scaling.type": "yarn",

@@ -33,9 +33,10 @@ from tellin.loading.typed_mapping import TypedMapping
 
 _GELU_TANH = frozenset(GEMMA_FAMILY)
 _SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
-_SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
-_INTERLEAVED = ("granite", "granitemoe", "llama", "mistral")
-"""Families whose converter permutes the rows of q and k, so that rotated pairs are neighbours."""
+_SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
+_INTERLEAVED = ("glm4", "granite", "granitemoe", "llama", "mistral", "smollm3")
+"""Families whose rotated pairs are neighbours: by nature (GLM-4), or because their converter
+permutes the rows of q and k."""
 _EXPERT_VARIANTS = {
     "expert_gating_func": (0.0, 1.0),  # softmax; 2 is sigmoid
     "expert_weights_scale": (0.0, 1.0),
@@ -102,11 +103,7 @@ class _Reader:
             norm_eps=self._float("attention.layer_norm_rms_epsilon"),
             hidden_act=self._activation(),
             rope_theta=self._float("rope.freq_base", 10_000.0),
-            rope_local_theta=(
-                self._float("rope.freq_base_swa", 10_000.0)
-                if self.architecture == "gemma3"
-                else None
-            ),
+            rope_local_theta=self._rope_local_theta(window),
             rope_dim=self._int("rope.dimension_count", head_dim),
             rope_interleaved=self.architecture in _INTERLEAVED,
             rope_scaling=self._rope_scaling(),
@@ -114,6 +111,7 @@ class _Reader:
             attention_scale=self._attention_scale(),
             embedding_scale=self._scale("embedding_scale") if is_granite else scale,
             sliding_window=window,
+            no_rope_interval=4 if self.architecture == "smollm3" else None,
             sliding_window_pattern=self._sliding_window_pattern() if window else None,
             attn_logit_softcapping=self._softcap("attn_logit_softcapping", 0),
             final_logit_softcapping=self._softcap("final_logit_softcapping", 1),
@@ -175,6 +173,13 @@ class _Reader:
     def _scale(self, key: str) -> float:
         """A factor; files write 0 for none."""
         return self._float(key, 1.0) or 1.0
+
+    def _rope_local_theta(self, window: int | None) -> float | None:
+        if self.architecture == "gemma3":
+            return self._float("rope.freq_base_swa", 10_000.0)
+        # OLMo 3, whose files say olmo2: layers with a window turn as they were trained.
+        has_windows = self.architecture == "olmo2" and window is not None
+        return self._float("rope.freq_base", 10_000.0) if has_windows else None
 
     def _activation(self) -> str:
         if self.architecture in _GELU_TANH:

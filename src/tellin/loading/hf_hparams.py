@@ -20,6 +20,7 @@ from tellin.loading.hparams import (
     WITH_EXPERTS,
     check_hparams,
     embedding_scale,
+    every_nth_layer,
     global_layer_pattern,
     unsupported_architecture,
 )
@@ -33,17 +34,21 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "glm4": "glm4",
     "granite": "granite",
     "granitemoe": "granitemoe",
     "llama": "llama",
     "mistral": "mistral",
     "mixtral": "mixtral",
+    "olmo2": "olmo2",
+    "olmo3": "olmo3",
     "olmoe": "olmoe",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "smollm3": "smollm3",
 }
 """``model_type`` to architecture."""
 
@@ -78,6 +83,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "vocab_size": 262_208,
     },
+    "glm4": {
+        "head_dim": 128,
+        "rms_norm_eps": 1.5625e-7,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+    },
     "granite": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
     "granitemoe": {
         "rms_norm_eps": 1e-6,
@@ -94,6 +107,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "num_experts": 8,
         "num_experts_per_tok": 2,
+    },
+    "olmo2": {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    "olmo3": {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "rope_theta": 500_000.0,
+        "sliding_window": 4096,
     },
     "olmoe": {
         "rms_norm_eps": 1e-5,
@@ -116,6 +136,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
     },
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+    "smollm3": {
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32_768,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+    },
 }
 _NESTED_LLAMA = {
     "hidden_size": 4096,
@@ -133,7 +160,8 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
     "scoring_func": ("softmax",),
 }
 """Keys of mixtures and the values whose meaning is what the plan does."""
-_SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6}
+_WITHOUT_WINDOW = ("gemma", "glm4", "llama", "olmo2", "olmoe", "smollm3", *GRANITE_FAMILY)
+_SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
 
 
 def hparams_from_config(config: TypedMapping) -> ModelHParams:
@@ -241,7 +269,8 @@ class _Reader:
             hidden_act=self._activation(),
             rope_theta=self.rope.get_float("rope_theta", config.get_float("rope_theta", 10_000.0)),
             rope_local_theta=self._rope_local_theta(),
-            rope_dim=_whole(head_dim * self.rope.get_float("partial_rotary_factor", 1.0)),
+            rope_dim=_whole(head_dim * self._rotary_part()),
+            rope_interleaved=self.architecture == "glm4",
             rope_scaling=scaling,
             tie_word_embeddings=config.get_bool("tie_word_embeddings", is_gemma),
             attention_bias=config.get_bool("attention_bias", False),
@@ -249,6 +278,7 @@ class _Reader:
             attention_scale=attention_scale,
             embedding_scale=scale,
             sliding_window=window,
+            no_rope_interval=self._no_rope_interval(),
             sliding_window_pattern=self._sliding_window_pattern() if window else None,
             norm_weight_offset=1.0 if is_gemma else 0.0,
             attn_logit_softcapping=config.get_float("attn_logit_softcapping", 0.0) or None,
@@ -334,11 +364,34 @@ class _Reader:
         return length
 
     def _rope_local_theta(self) -> float | None:
+        if self.architecture == "olmo3":
+            # Layers with a window turn as all did before the context was extended.
+            theta = self.config.get_float("rope_theta", 500_000.0)
+            return self.local_rope.get_float("rope_theta", theta)
         if self.architecture != "gemma3":
             return None
         if self.local_rope is not self.config:
             return self.local_rope.get_float("rope_theta", 10_000.0)
         return self.config.get_float("rope_local_base_freq", 10_000.0)
+
+    def _rotary_part(self) -> float:
+        default = self.config.get_float("partial_rotary_factor", 1.0)
+        return self.rope.get_float("partial_rotary_factor", default)
+
+    def _no_rope_interval(self) -> int | None:
+        if self.architecture != "smollm3":
+            return None
+        if self.config.get_bool("use_sliding_window", False):
+            raise UnsupportedModelError(f"{self.path}: 'use_sliding_window' is not supported")
+        if not self.config.has("no_rope_layers"):
+            return self.config.get_int("no_rope_layer_interval", 4)
+        rotates = self.config.get_numbers("no_rope_layers")[: self.num_layers]
+        if len(rotates) < self.num_layers:
+            raise ModelLoadError(
+                f"{self.path}: no_rope_layers has {len(rotates)} entries for "
+                f"{self.num_layers} layers"
+            )
+        return every_nth_layer(self.path, "not rotating", [not flag for flag in rotates])
 
     def _rope_scaling(self) -> RopeScaling:
         if self.has_rope_parameters:
@@ -388,7 +441,7 @@ class _Reader:
             ):
                 return None
             raise UnsupportedModelError(f"{self.path}: 'use_sliding_window' is not supported")
-        if self.architecture in ("llama", "gemma", "olmoe", *GRANITE_FAMILY):
+        if self.architecture in _WITHOUT_WINDOW:
             return None
         return config.get_int("sliding_window", 0) or None
 

@@ -18,24 +18,28 @@ SUPPORTED_ARCHITECTURES = (
     "gemma",
     "gemma2",
     "gemma3",
+    "glm4",
     "gpt-oss",
     "granite",
     "granitemoe",
     "llama",
     "mistral",
     "mixtral",
+    "olmo2",
+    "olmo3",
     "olmoe",
     "phi3",
     "qwen2",
     "qwen2moe",
     "qwen3",
     "qwen3moe",
+    "smollm3",
 )
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
 
 GEMMA_FAMILY = ("gemma", "gemma2", "gemma3")
 GRANITE_FAMILY = ("granite", "granitemoe")
-NORMS_AFTER_BLOCKS = ("gemma2", "gemma3")
+NORMS_AFTER_BLOCKS = ("gemma2", "gemma3", "glm4", "olmo2", "olmo3")
 WITH_EXPERTS = ("gpt-oss", "granitemoe", "mixtral", "olmoe", "qwen2moe", "qwen3moe")
 """Mixtures of experts."""
 NORMALIZES_EXPERTS = ("gpt-oss", "granitemoe", "mixtral")
@@ -65,6 +69,22 @@ def embedding_scale(architecture: str, hidden_size: int) -> float:
     return float(np.float32(math.sqrt(hidden_size)))
 
 
+def every_nth_layer(path: Path, what: str, is_chosen: list[bool]) -> int | None:
+    """The n of "every n-th layer is chosen"; None if none is.
+
+    Raises:
+        UnsupportedModelError: the list is irregular.
+    """
+    if not any(is_chosen):
+        return None
+    n = is_chosen.index(True) + 1
+    if is_chosen != [(layer + 1) % n == 0 for layer in range(len(is_chosen))]:
+        raise UnsupportedModelError(
+            f"{path}: {what} layers do not follow a regular pattern, which is not supported"
+        )
+    return n
+
+
 def global_layer_pattern(path: Path, is_sliding: list[bool]) -> int | None:
     """The n of "every n-th layer is global" that a list of layers follows.
 
@@ -73,14 +93,9 @@ def global_layer_pattern(path: Path, is_sliding: list[bool]) -> int | None:
     Raises:
         UnsupportedModelError: the list is irregular.
     """
-    if all(is_sliding) or not any(is_sliding):
+    if not any(is_sliding):
         return None
-    pattern = is_sliding.index(False) + 1
-    if is_sliding != [(layer + 1) % pattern != 0 for layer in range(len(is_sliding))]:
-        raise UnsupportedModelError(
-            f"{path}: sliding-window layers do not follow a regular pattern, which is not supported"
-        )
-    return pattern
+    return every_nth_layer(path, "sliding-window", [not flag for flag in is_sliding])
 
 
 def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:

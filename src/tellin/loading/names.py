@@ -80,6 +80,11 @@ _GGUF_EXPERT_NAME = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight\Z
 """One tensor per expert: the first files of Mixtral."""
 _GGUF_GLOBAL_NAME = re.compile(r"([^.]+)\.(weight|bias)\Z")
 
+_HF_GLM4 = {
+    "post_self_attn_layernorm": "post_attention_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_mlp_layernorm": "post_feedforward_layernorm",
+}
 _HF_PREFIX = re.compile(
     r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.)"
 )
@@ -148,8 +153,8 @@ def canonical_from_gguf(
         layer_names |= _GGUF_LAYER_BERT
     elif architecture == "gpt-oss":
         layer_names |= _GGUF_LAYER_GPT_OSS
-    elif architecture == "phi3":
-        # Phi-3's converter stores gate and up in one matrix under the name of the latter.
+    if architecture in ("glm4", "phi3"):
+        # These converters store gate and up in one matrix under the name of the latter.
         layer_names["ffn_up"] = "mlp.gate_up_proj"
 
     def rename(name: str) -> str | None:
@@ -186,6 +191,10 @@ def canonical_hf_name(architecture: str, name: str) -> str:
     if architecture == "bert":
         for pattern, replacement in _HF_BERT:
             name = pattern.sub(replacement, name)
+    elif architecture == "glm4":
+        layer, _, rest = name.rpartition(".post_")
+        norm, _, kind = f"post_{rest}".partition(".")
+        name = f"{layer}.{_HF_GLM4[norm]}.{kind}" if norm in _HF_GLM4 else name
     elif architecture in WITH_EXPERTS and (".block_sparse_moe." in name or ".experts." in name):
         for pattern, replacement in _HF_EXPERTS:
             name = pattern.sub(replacement, name)

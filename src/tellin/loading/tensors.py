@@ -150,5 +150,7 @@ class ModelHParams:
     """Divide the weights of a token's experts by their sum."""
     residual_scale: float = 1.0
     """Factor of what a block adds to the residual stream (Granite)."""
+    no_rope_interval: int | None = None
+    """Every n-th layer does not rotate q and k (SmolLM3); None = all do."""
     logit_scale: float = 1.0
     """Factor of the logits (Granite: one over ``logits_scaling``)."""

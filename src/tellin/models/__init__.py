@@ -19,18 +19,22 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "glm4": "glm4",
     "gpt-oss": "gpt_oss",
     "granite": "granite",
     "granitemoe": "granite",
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "mixtral",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
     "olmoe": "olmoe",
     "phi3": "llama",
     "qwen2": "qwen2",
     "qwen2moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen3moe": "qwen3moe",
+    "smollm3": "smollm3",
 }
 """Architecture name (GGUF ``general.architecture``, Hugging Face ``model_type``) to module name."""
 

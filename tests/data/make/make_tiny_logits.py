@@ -35,6 +35,10 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
@@ -156,7 +160,12 @@ def make_config(name: str, hp: ModelHParams) -> transformers.PretrainedConfig:
     if hp.architecture == "gemma2":
         values["attn_logit_softcapping"] = hp.attn_logit_softcapping
         values["final_logit_softcapping"] = hp.final_logit_softcapping
-    if hp.architecture == "gemma3":
+    if hp.architecture == "smollm3":
+        interval = hp.no_rope_interval or 1
+        values["no_rope_layers"] = [
+            int((i + 1) % interval != 0) for i in range(hp.num_hidden_layers)
+        ]
+    if hp.architecture in ("gemma3", "olmo3"):
         values["rope_parameters"] = {
             "full_attention": rope_parameters(hp),
             "sliding_attention": {"rope_type": "default", "rope_theta": hp.rope_local_theta},
@@ -173,15 +182,28 @@ def state_dict(name: str, hp: ModelHParams) -> dict[str, torch.Tensor]:
         elif tensor != "lm_head.weight":
             tensor = f"model.{tensor}"
         state[tensor] = torch.from_numpy(values)
-    if hp.architecture == "phi3":
+    if hp.architecture == "glm4":
+        state = {glm4_name(tensor): values for tensor, values in state.items()}
+    if hp.architecture in ("glm4", "phi3"):
         for i in range(hp.num_hidden_layers):
             for fused, parts in PHI3_FUSED.items():
+                if hp.architecture == "glm4" and "qkv" in fused:
+                    continue
                 prefix, name = f"model.layers.{i}.{fused}".rsplit(".", 1)
                 matrices = [state.pop(f"{prefix}.{part}.weight") for part in parts]
                 state[f"{prefix}.{name}.weight"] = torch.cat(matrices)
     for i in range(hp.num_hidden_layers):
         stack_experts(state, f"model.layers.{i}.mlp", hp)
     return state
+
+
+def glm4_name(tensor: str) -> str:
+    """Norms after blocks as GLM-4 calls them."""
+    return (
+        tensor.replace("post_attention_layernorm", "post_self_attn_layernorm")
+        .replace("pre_feedforward_layernorm", "post_attention_layernorm")
+        .replace("post_feedforward_layernorm", "post_mlp_layernorm")
+    )
 
 
 def stack_experts(state: dict[str, torch.Tensor], mlp: str, hp: ModelHParams) -> None:
@@ -233,7 +255,7 @@ def run(name: str, hp: ModelHParams) -> dict[str, np.ndarray]:
     stored = {name: (out.last_hidden_state if hp.architecture == "bert" else out.logits)[0].numpy()}
     if hp.architecture != "bert":
         rotary = model.model.rotary_emb
-        prefix = "full_attention_" if hp.architecture == "gemma3" else ""
+        prefix = "full_attention_" if hp.architecture in ("gemma3", "olmo3") else ""
         stored[f"{name}/inv_freq"] = getattr(rotary, f"{prefix}inv_freq").numpy()
         stored[f"{name}/attention_factor"] = np.float64(
             getattr(rotary, f"{prefix}attention_scaling")

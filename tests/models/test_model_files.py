@@ -1,4 +1,4 @@
-"""Mixtures of experts (and Granite) from files: GGUF, and what `transformers` saves."""
+"""Mixtures of experts, and dense families, from files: GGUF, and what `transformers` saves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.models.stepping import logits_of
 from tests.models.tiny import ALL_CASES, EXPERT_CASES, tiny_arrays, tiny_token_ids
 from tests.models.tiny_files import write_tiny_gguf
 
-NAMES = ["granite", *EXPERT_CASES]
+NAMES = ["glm4", "granite", "olmo2", "olmo3", "smollm3", *EXPERT_CASES]
 
 
 @pytest.fixture(scope="module")
