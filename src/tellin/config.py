@@ -214,6 +214,8 @@ class MultiModalConfig:
     """Folder whose files ``file:`` URLs may name; None = no such URL is read."""
     mmproj: Path | None = None
     """File that holds the encoder of a GGUF model; None = where the model is."""
+    processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the image processor in the place of the model's."""
 
 
 @dataclass(frozen=True)
@@ -355,6 +357,9 @@ class EngineArgs(metaclass=_EngineArgsMeta):
     None = 999."""
     mm_processor_cache_gb: float = 1.0
     """Processed images that are kept for prompts to come, in GiB; 0 = none."""
+    mm_processor_kwargs: dict[str, Any] | None = None
+    """Settings of the image processor in the place of the model's: ``{"size": {"longest_edge":
+    1024}}`` makes fewer tiles of an image."""
     mmproj: str | Path | None = None
     """The ``mmproj-*.gguf`` file with the image encoder of a GGUF model; None = the one that lies
     beside the model, if there is one."""
@@ -443,7 +448,6 @@ UNSUPPORTED_ENGINE_ARGS = {
     "tokenizer_revision": "name a local folder or file instead",
     "tokenizer_mode": "the tokenizer is chosen by the file",
     "kv_transfer_config": "external KV stores are not connected",
-    "mm_processor_kwargs": "images are prepared as the model's files say",
     "compilation_config": "nothing is compiled at run time",
     "attention_backend": "there is one, chosen for the processor; TELLIN_ISA forces its variant",
     "convert": "say what the model is to do with runner",
@@ -468,7 +472,6 @@ _NEUTRAL_ENGINE_ARGS: Mapping[str, tuple[Any, ...]] = {
     "fully_sharded_loras": (False,),
     "hf_overrides": ({},),
     "load_format": ("auto",),
-    "mm_processor_kwargs": ({},),
     "model_impl": ("auto",),
     "reasoning_parser": ("",),
     "swap_space": (0,),

@@ -11,9 +11,10 @@ import pytest
 from PIL import Image
 
 from tellin import LLM, SamplingParams
+from tellin.exceptions import InvalidParameterError, InvalidTypeError
 from tests.loading.test_images import picture
 from tests.loading.test_vision_gguf import write_pair
-from tests.models.vision import write_llava, write_smolvlm
+from tests.models.vision import IMAGE_TOKEN_ID, write_llava, write_smolvlm
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 MODELS: dict[str, Callable[[Path], Path]] = {
@@ -50,6 +51,22 @@ def test_images_through_the_whole_engine(tmp_path: Path, name: str) -> None:
     chunked = engine(path, max_num_batched_tokens=32, max_num_seqs=4, enable_prefix_caching=False)
     outputs = chunked.generate(prompts, PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def test_mm_processor_kwargs(tmp_path: Path) -> None:
+    """An image of 17 tiles becomes one of 5; what is no option is refused."""
+    path = write_smolvlm(tmp_path)
+    one = SamplingParams(temperature=0, max_tokens=1)
+    numbers = []
+    for options in (None, {"size": {"longest_edge": 32}}):
+        llm = engine(path, mm_processor_kwargs=options)
+        output = llm.generate(prompt("<image>", picture(64, 64)), one)[0]
+        numbers.append(output.prompt_token_ids.count(IMAGE_TOKEN_ID))
+    assert numbers == [17 * 4, 5 * 4]
+    with pytest.raises(InvalidParameterError, match="mm_processor_kwargs has 'tiles'"):
+        engine(path, mm_processor_kwargs={"tiles": 2})
+    with pytest.raises(InvalidTypeError, match="must be a dict"):
+        engine(path, mm_processor_kwargs=3)
 
 
 @pytest.mark.slow

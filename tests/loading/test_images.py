@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.exceptions import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from tellin.loading import load_image_processor, load_tokenizer
 from tellin.loading.images import ImageProcessor
 from tests.loading.models import config, hf_tensors, pack_safetensors
@@ -77,6 +77,21 @@ def test_a_model_that_does_not_cut(tmp_path: Path) -> None:
 def test_a_picture_of_one_tile_is_not_cut(tmp_path: Path) -> None:
     processor = processor_of(write_smolvlm(tmp_path, longest_edge=16))
     assert processor.process(picture(16, 16)).num_embeds == processor.max_tokens_per_image == 4
+
+
+def test_options_in_the_place_of_settings(smolvlm: Path) -> None:
+    """``mm_processor_kwargs``: half the length, fewer tiles; or one tile."""
+    half = load_image_processor(smolvlm, options={"size": {"longest_edge": 32}})
+    assert half is not None
+    assert half.max_tokens_per_image == 5 * 4
+    assert half.process(picture(64, 64)).num_embeds == 5 * 4
+    one = load_image_processor(smolvlm, options={"do_image_splitting": False})
+    assert one is not None
+    assert one.process(picture(64, 64)).num_embeds == one.max_tokens_per_image == 4
+    with pytest.raises(InvalidParameterError, match="mm_processor_kwargs has 'tile'"):
+        load_image_processor(smolvlm, options={"tile": 3})
+    with pytest.raises(ModelLoadError, match="with mm_processor_kwargs: size has longest_edge -1"):
+        load_image_processor(smolvlm, options={"size": {"longest_edge": -1}})
 
 
 def test_limits(smolvlm: Path) -> None:

@@ -38,11 +38,12 @@ def multimodal_config(
     cache_gb = check_float("mm_processor_cache_gb", args.mm_processor_cache_gb, 0, MAX_CACHE_GB)
     folder = _media_folder(args.allowed_local_media_path)
     mmproj = _file("mmproj", args.mmproj)
+    options = _options(args.mm_processor_kwargs)
     if limits["image"] == 0 or model.runner_type == "pooling":
         return None
     from tellin.loading import load_image_processor
 
-    processor = load_image_processor(model.path, mmproj)
+    processor = load_image_processor(model.path, mmproj, options)
     if processor is None:
         return None
     if speculation is not None and speculation.method == "draft_model":
@@ -58,6 +59,7 @@ def multimodal_config(
         processor_cache_gb=cache_gb,
         allowed_local_media_path=folder,
         mmproj=mmproj,
+        processor_kwargs=options,
     )
 
 
@@ -69,10 +71,23 @@ def load_mm_processor(config: EngineConfig) -> MultiModalProcessor | None:
     from tellin.loading import load_image_processor
 
     model = config.model_config
-    processor = load_image_processor(model.path, multimodal.mmproj)
+    processor = load_image_processor(model.path, multimodal.mmproj, multimodal.processor_kwargs)
     if processor is None:
         raise UnsupportedFeatureError(f"{model.path}: the model takes no images")
     return MultiModalProcessor(multimodal, processor, model.served_model_name or model.model)
+
+
+def _options(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise InvalidTypeError(
+            "mm_processor_kwargs must be a dict like {'size': {'longest_edge': 1024}}, "
+            f"got {given!r}",
+            parameter="mm_processor_kwargs",
+            value=given,
+        )
+    return dict(given)
 
 
 def _limits(given: Any) -> dict[str, int]:

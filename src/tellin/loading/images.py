@@ -10,15 +10,15 @@ row by row within each. So grouping is a reshape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.exceptions import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from tellin.loading.json_file import read_optional_json_object
 from tellin.loading.typed_mapping import TypedMapping
 from tellin.loading.vision import find_vision
@@ -55,14 +55,25 @@ class ImageProcessor(Protocol):
         """Prepare a picture, of any mode and size."""
 
 
-def load_image_processor(path: Path, mmproj: Path | None = None) -> ImageProcessor | None:
+_OPTIONS = (
+    "do_image_splitting", "image_mean", "image_std", "max_image_size", "resample", "rescale_factor",
+    "size",
+)  # fmt: skip
+"""Settings that a user may change."""
+
+
+def load_image_processor(
+    path: Path, mmproj: Path | None = None, options: Mapping[str, Any] | None = None
+) -> ImageProcessor | None:
     """The processor of the model at ``path``; None for a model that takes no pictures.
 
     Args:
         path: a folder with safetensors, or a GGUF file.
         mmproj: GGUF file of its image encoder; None = the one that lies beside a GGUF model.
+        options: settings in the place of those in the model's files, ``mm_processor_kwargs``.
 
     Raises:
+        InvalidParameterError: there is no such option.
         ModelNotFoundError: there is nothing at ``path``, or at ``mmproj``.
         ModelLoadError: its files are damaged, or do not fit together.
         UnsupportedModelError: it wants its pictures prepared in a way that does not run here.
@@ -76,9 +87,24 @@ def load_image_processor(path: Path, mmproj: Path | None = None) -> ImageProcess
     hparams, settings = found.hparams, found.image_settings
     if settings is None:
         settings = _read_settings(found.path)
+    if options:
+        settings = _changed(settings, options)
     if hparams.has_class_row:
         return CroppedImageProcessor(hparams, settings)
     return TiledImageProcessor(hparams, settings)
+
+
+def _changed(settings: TypedMapping, options: Mapping[str, Any]) -> TypedMapping:
+    for name in options:
+        if name not in _OPTIONS:
+            raise InvalidParameterError(
+                f"mm_processor_kwargs has {name!r}; images can be prepared otherwise by "
+                f"{', '.join(_OPTIONS)}",
+                parameter="mm_processor_kwargs",
+                value=name,
+            )
+    source = Path(f"{settings.path} with mm_processor_kwargs")
+    return TypedMapping(source, {**settings, **options})
 
 
 def _read_settings(folder: Path) -> TypedMapping:
