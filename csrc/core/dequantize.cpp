@@ -62,6 +62,12 @@ void dequantize_row(QuantType type, const uint8_t* src, int64_t row, int64_t k, 
       return dequantize_blocks<QuantType::Q5_K>(p, k, out);
     case QuantType::Q6_K:
       return dequantize_blocks<QuantType::Q6_K>(p, k, out);
+    case QuantType::IQ4_NL:
+      return dequantize_blocks<QuantType::IQ4_NL>(p, k, out);
+    case QuantType::IQ4_XS:
+      return dequantize_blocks<QuantType::IQ4_XS>(p, k, out);
+    case QuantType::MXFP4:
+      return dequantize_blocks<QuantType::MXFP4>(p, k, out);
   }
 }
 

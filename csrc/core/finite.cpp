@@ -28,6 +28,14 @@ bool are_blocks_finite(const uint8_t* data, int64_t num_values, int offset, bool
   return are_scales_finite<kShape.bytes>(data, num_values / kShape.elements, offset, has_second);
 }
 
+// MXFP4: the scale is a power of two, and a block's greatest possible value (6 times that) a float.
+bool are_exponents_finite(const uint8_t* data, int64_t num_blocks, int step) {
+  constexpr uint8_t kGreatest = 252;
+  bool bad = false;
+  for (int64_t i = 0; i < num_blocks; ++i) bad |= data[i * step] > kGreatest;
+  return !bad;
+}
+
 }  // namespace
 
 bool is_finite(const TensorView& tensor, int64_t begin, int64_t end) {
@@ -61,6 +69,12 @@ bool is_finite(const TensorView& tensor, int64_t begin, int64_t end) {
       return are_blocks_finite<QuantType::Q5_K>(data, count, 0, true);
     case QuantType::Q6_K:
       return are_blocks_finite<QuantType::Q6_K>(data, count, 208);
+    case QuantType::IQ4_NL:
+      return are_blocks_finite<QuantType::IQ4_NL>(data, count, 0);
+    case QuantType::IQ4_XS:
+      return are_blocks_finite<QuantType::IQ4_XS>(data, count, 0);
+    case QuantType::MXFP4:
+      return are_exponents_finite(data, count / shape.elements, shape.bytes);
   }
   return false;
 }

@@ -51,8 +51,12 @@ uint32_t one_bit_plane_of_bits(uint32_t bits) {
 template <QuantType T>
 void block_planes(const uint8_t* p, int b, uint32_t* plane) {
   uint32_t words[8];
-  if constexpr (T == QuantType::Q4_0) {
+  if constexpr (T == QuantType::Q4_0 || T == QuantType::IQ4_NL) {
     std::memcpy(plane, p + 2, 16);
+  } else if constexpr (T == QuantType::IQ4_XS) {
+    std::memcpy(plane, p + 8 + 16 * b, 16);
+  } else if constexpr (T == QuantType::MXFP4) {
+    std::memcpy(plane, p + 1, 16);
   } else if constexpr (T == QuantType::Q4_1) {
     std::memcpy(plane, p + 4, 16);
   } else if constexpr (T == QuantType::Q5_0) {
@@ -88,8 +92,19 @@ void block_planes(const uint8_t* p, int b, uint32_t* plane) {
   }
 }
 
+// Whether all codes of a block of MXFP4 are zero, of either sign: its scale does not count, and writers leave
+// the least one there.
+bool is_zero_block(const uint8_t* codes) {
+  uint64_t words[2];
+  std::memcpy(words, codes, sizeof words);
+  return ((words[0] | words[1]) & 0x7777777777777777u) == 0;
+}
+
+// The exponent byte of a scale of one.
+constexpr uint8_t kUnitExponent = 128;
+
 // Scale header of one super-block of row r from its file block(s); num_blocks file blocks exist (kHalf32: 1
-// or 2).
+// or 2, kExponent32: 1 to 4).
 template <QuantType T>
 void pack_header(const uint8_t* p, int r, int num_blocks, uint8_t* header) {
   constexpr PackedFormat kFormat = format_of(T);
@@ -108,6 +123,18 @@ void pack_header(const uint8_t* p, int r, int num_blocks, uint8_t* header) {
       h->low[b][r] = static_cast<uint8_t>((scale & 15) | (minimum & 15) << 4);
       const int high = (scale >> 4 | minimum >> 4 << 2) << (b / 4 * 4);
       h->high[b % 4][r] = static_cast<uint8_t>(h->high[b % 4][r] | high);
+    }
+  } else if constexpr (kFormat.scales == ScaleKind::kSignedSixBit32) {
+    auto* h = reinterpret_cast<SignedSixBitHeader*>(header);
+    h->d[r] = load_u16(p);
+    for (int b = 0; b < 8; ++b) {
+      const int scale = iq4_xs_scale(p, b);
+      h->low[b % 4][r] = static_cast<uint8_t>(h->low[b % 4][r] | (scale & 15) << (b / 4 * 4));
+      h->high[b % 2][r] = static_cast<uint8_t>(h->high[b % 2][r] | scale >> 4 << (b / 2 * 2));
+    }
+  } else if constexpr (kFormat.scales == ScaleKind::kExponent32) {
+    for (int b = 0; b < num_blocks; ++b, p += block_shape(T).bytes) {
+      header[kRows * b + r] = is_zero_block(p + 1) ? kUnitExponent : p[0];
     }
   } else if constexpr (kFormat.scales == ScaleKind::kInt8Per16) {
     auto* h = reinterpret_cast<Int8Per16Header*>(header);
@@ -133,6 +160,7 @@ constexpr uint32_t first_half_mask(int bits, int v) {
 
 // The word of vector v of a block whose codes are all the format's zero point.
 constexpr uint32_t neutral_word(const PackedFormat& format, int v) {
+  if (format.has_table()) return 0;
   const auto zero = static_cast<uint32_t>(format.zero_point());
   if (format.bits == 8) return zero * 0x01010101u;
   if (format.bits >= 4 && v < 4) return (zero & 15) * 0x11111111u;
@@ -161,25 +189,34 @@ bool is_scale_zero(const uint8_t* p, int b, int half) {
   }
 }
 
-// Codes of 32-wide block b that no scale makes count become the zero point.
+// Codes of 32-wide block b that no scale makes count become the zero point, if there is a code for it.
 template <QuantType T>
 void neutralize(const uint8_t* p, int b, uint32_t* plane) {
   constexpr PackedFormat kFormat = format_of(T);
-  const bool first = is_scale_zero<T>(p, b, 0);
-  const bool second = kFormat.per16() ? is_scale_zero<T>(p, b, 1) : first;
-  if (!first && !second) return;
-  for (int v = 0; v < kFormat.bits; ++v) {
-    const uint32_t half = first_half_mask(kFormat.bits, v);
-    const uint32_t mask = (first ? half : 0) | (second ? ~half : 0);
-    plane[v] = (plane[v] & ~mask) | (neutral_word(kFormat, v) & mask);
+  if constexpr (!kFormat.has_table()) {
+    const bool first = is_scale_zero<T>(p, b, 0);
+    const bool second = kFormat.per16() ? is_scale_zero<T>(p, b, 1) : first;
+    if (!first && !second) return;
+    for (int v = 0; v < kFormat.bits; ++v) {
+      const uint32_t half = first_half_mask(kFormat.bits, v);
+      const uint32_t mask = (first ? half : 0) | (second ? ~half : 0);
+      plane[v] = (plane[v] & ~mask) | (neutral_word(kFormat, v) & mask);
+    }
   }
 }
 
-// A super-block of neutral codes and zero scales.
+// A super-block of neutral codes and zero scales. Formats with a code table, of which some have no neutral
+// code: of any code and ordinary scales, for activations beside padding are zero and outputs of it are not
+// written.
 template <QuantType T>
 void clear_super_block(uint8_t* dst) {
   constexpr PackedFormat kFormat = format_of(T);
-  std::memset(dst, 0, kFormat.header_bytes());
+  std::memset(dst, kFormat.scales == ScaleKind::kExponent32 ? kUnitExponent : 0, kFormat.header_bytes());
+  if constexpr (kFormat.table == CodeTable::kIq4) {
+    constexpr uint16_t kOne = 0x3c00;
+    constexpr int kHalves = kFormat.scales == ScaleKind::kHalf32 ? 2 * kRows : kRows;
+    for (int i = 0; i < kHalves; ++i) std::memcpy(dst + 2 * i, &kOne, sizeof kOne);
+  }
   uint8_t* codes = dst + kFormat.header_bytes();
   for (int i = 0; i < kFormat.blocks() * kFormat.bits; ++i, codes += kVectorBytes) {
     const uint32_t word = neutral_word(kFormat, i % kFormat.bits);
@@ -257,6 +294,12 @@ void pack_group(QuantType type, const uint8_t* src, int64_t rows, int64_t k, uin
       return pack_quantized_group<QuantType::Q5_K>(src, rows, k, dst);
     case QuantType::Q6_K:
       return pack_quantized_group<QuantType::Q6_K>(src, rows, k, dst);
+    case QuantType::IQ4_NL:
+      return pack_quantized_group<QuantType::IQ4_NL>(src, rows, k, dst);
+    case QuantType::IQ4_XS:
+      return pack_quantized_group<QuantType::IQ4_XS>(src, rows, k, dst);
+    case QuantType::MXFP4:
+      return pack_quantized_group<QuantType::MXFP4>(src, rows, k, dst);
   }
 }
 

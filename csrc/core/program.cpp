@@ -58,6 +58,12 @@ BlockSize block_size_of(QuantType type) {
       return {256, 176};
     case QuantType::Q6_K:
       return {256, 210};
+    case QuantType::IQ4_NL:
+      return {32, 18};
+    case QuantType::IQ4_XS:
+      return {256, 136};
+    case QuantType::MXFP4:
+      return {32, 17};
   }
   throw std::invalid_argument("unknown tensor type " + std::to_string(static_cast<int>(type)));
 }

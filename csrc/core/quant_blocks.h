@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "tellin/packed_format.h"
 #include "tellin/quant_types.h"
 
 namespace tellin {
@@ -79,6 +80,12 @@ constexpr BlockShape block_shape(QuantType type) {
       return {256, 176, 32};
     case QuantType::Q6_K:
       return {256, 210, 16};
+    case QuantType::IQ4_NL:
+      return {32, 18, 32};
+    case QuantType::IQ4_XS:
+      return {256, 136, 32};
+    case QuantType::MXFP4:
+      return {32, 17, 32};
   }
   return {0, 0, 0};
 }
@@ -100,11 +107,32 @@ inline int8_t q3k_scale(const uint8_t* s, int j) {
   return static_cast<int8_t>((low | ((s[8 + j % 4] >> (2 * (j / 4))) & 3) << 4) - 32);
 }
 
-// Unsigned codes of one file block, in element order (Q8_0: value + 128).
+// 6-bit scale of sub-block b of IQ4_XS, as it is stored: plus 32.
+inline uint8_t iq4_xs_scale(const uint8_t* block, int b) {
+  const int low = block[4 + b / 2] >> (b % 2 * 4) & 15;
+  return static_cast<uint8_t>(low | (load_u16(block + 2) >> (2 * b) & 3) << 4);
+}
+
+// 2^(e - 128), exactly.
+inline float half_power_of_two(uint8_t e) {
+  return bits_to_float(e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23);
+}
+
+// Unsigned codes of one file block, in element order (Q8_0 and IQ4: value + 128; MXFP4: twice the value, +
+// 16).
 template <QuantType T>
 inline void decode_codes(const uint8_t* block, uint8_t* codes) {
-  if constexpr (T == QuantType::Q4_0 || T == QuantType::Q4_1 || T == QuantType::Q5_0 ||
-                T == QuantType::Q5_1) {
+  if constexpr (format_of(T).has_table()) {
+    constexpr int kSubBlocks = block_shape(T).elements / 32;
+    const uint8_t* q = block + block_shape(T).bytes - 16 * kSubBlocks;
+    for (int b = 0; b < kSubBlocks; ++b, q += 16, codes += 32) {
+      for (int i = 0; i < 16; ++i) {
+        codes[i] = format_of(T).code(q[i] & 15);
+        codes[i + 16] = format_of(T).code(q[i] >> 4);
+      }
+    }
+  } else if constexpr (T == QuantType::Q4_0 || T == QuantType::Q4_1 || T == QuantType::Q5_0 ||
+                       T == QuantType::Q5_1) {
     constexpr bool kHasMin = T == QuantType::Q4_1 || T == QuantType::Q5_1;
     constexpr bool kFiveBits = T == QuantType::Q5_0 || T == QuantType::Q5_1;
     const uint8_t* q = block + (kHasMin ? 4 : 2);
@@ -170,8 +198,13 @@ inline void decode_scale(const uint8_t* block, int j, float* scale, float* minim
   if constexpr (T == QuantType::Q4_1 || T == QuantType::Q5_1) {
     *scale = half_to_float(load_u16(block));
     *minimum = half_to_float(load_u16(block + 2));
-  } else if constexpr (T == QuantType::Q4_0 || T == QuantType::Q5_0 || T == QuantType::Q8_0) {
+  } else if constexpr (T == QuantType::Q4_0 || T == QuantType::Q5_0 || T == QuantType::Q8_0 ||
+                       T == QuantType::IQ4_NL) {
     *scale = half_to_float(load_u16(block));
+  } else if constexpr (T == QuantType::IQ4_XS) {
+    *scale = half_to_float(load_u16(block)) * static_cast<float>(iq4_xs_scale(block, j) - 32);
+  } else if constexpr (T == QuantType::MXFP4) {
+    *scale = half_power_of_two(block[0]);
   } else if constexpr (T == QuantType::Q4_K || T == QuantType::Q5_K) {
     uint8_t s, m;
     six_bit_scale_min(block + 4, j, &s, &m);

@@ -1,7 +1,7 @@
 """Random file tensors of every storage type and float64 references for the linear kernels' tests.
 
-Bytes are drawn at random except for the float16 scales, which stay finite and of ordinary size, so
-every code, sub-scale and minimum a format can express occurs. Values come from the `gguf` package.
+Bytes are drawn at random except for the scales, which stay finite and of ordinary size, so every
+code, sub-scale and minimum a format can express occurs. Values come from the `gguf` package.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ SCALE_OFFSETS = {
     QuantType.Q4_K: (0, 2),
     QuantType.Q5_K: (0, 2),
     QuantType.Q6_K: (208,),
+    QuantType.IQ4_NL: (0,),
+    QuantType.IQ4_XS: (0,),
+    QuantType.MXFP4: (),  # byte 0: the exponent of a power of two
 }
 
 
@@ -74,10 +77,20 @@ def dequantize(quant_type: QuantType, data: Bytes, n: int, k: int) -> Floats:
 def random_blocks(quant_type: QuantType, rng: np.random.Generator, num_blocks: int) -> Bytes:
     """``[num_blocks, block_bytes]`` random valid blocks."""
     blocks = rng.integers(0, 256, (num_blocks, quant_type.block_bytes), dtype=np.uint8)
+    if quant_type is QuantType.MXFP4:
+        blocks[:, 0] = rng.integers(118, 122, num_blocks)
     for offset in SCALE_OFFSETS[quant_type]:
         scales = rng.uniform(0.002, 0.02, num_blocks) * rng.choice((-1.0, 1.0), num_blocks)
         blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
     return blocks
+
+
+def set_scales(quant_type: QuantType, blocks: Bytes, scale: float) -> None:
+    """Makes all scales and minima of blocks ``scale``, to the format's precision."""
+    for offset in SCALE_OFFSETS[quant_type]:
+        blocks[:, offset : offset + 2] = np.array([scale], np.float16).view(np.uint8)
+    if quant_type is QuantType.MXFP4:
+        blocks[:, 0] = 127 + round(np.log2(scale))
 
 
 def random_tensor(quant_type: QuantType, n: int, k: int, seed: int = 0) -> FileTensor:

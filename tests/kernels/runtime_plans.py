@@ -295,6 +295,8 @@ def _scaled(tensor: linear_cases.FileTensor, factor: float) -> np.ndarray:
     if tensor.quant_type is QuantType.F16:
         return (tensor.values * factor).astype(np.float16).reshape(-1).view(np.uint8)
     blocks = tensor.data.reshape(-1, tensor.quant_type.block_bytes).copy()
+    if tensor.quant_type is QuantType.MXFP4:
+        blocks[:, 0] += round(np.log2(factor))
     for offset in linear_cases.SCALE_OFFSETS[tensor.quant_type]:
         scales = np.ascontiguousarray(blocks[:, offset : offset + 2]).view(np.float16)
         blocks[:, offset : offset + 2] = (scales * factor).astype(np.float16).view(np.uint8)

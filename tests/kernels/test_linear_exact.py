@@ -66,8 +66,15 @@ def test_rectangles_and_batches_are_bitwise_equal(
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     ("quant_type", "precision"),
-    [(QuantType.Q4_1, "int8"), (QuantType.Q6_K, "int16"), (QuantType.F16, "float32")],
-    ids=["Q4_1", "Q6_K", "F16"],
+    [
+        (QuantType.Q4_1, "int8"),
+        (QuantType.Q6_K, "int16"),
+        (QuantType.IQ4_NL, "int16"),
+        (QuantType.IQ4_XS, "int8"),
+        (QuantType.MXFP4, "int8"),
+        (QuantType.F16, "float32"),
+    ],
+    ids=["Q4_1", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "F16"],
 )
 def test_batches_beyond_one_pass(variant: str, quant_type: QuantType, precision: str) -> None:
     """More tokens than share one pass over the weights."""
@@ -94,9 +101,7 @@ def test_extreme_integers_do_not_saturate(
     """
     n, k = 16, 512
     blocks = np.full((n * k // quant_type.block_size, quant_type.block_bytes), code_byte, np.uint8)
-    scale = np.float16(0.01).view(np.uint16)
-    for offset in cases.SCALE_OFFSETS[quant_type]:
-        blocks[:, offset : offset + 2] = np.array([scale]).view(np.uint8)
+    cases.set_scales(quant_type, blocks, 0.01)
     data = blocks.reshape(-1)
     w = cases.FileTensor(quant_type, data, cases.dequantize(quant_type, data, n, k))
     most, least = 223 / 128, -224 / 128  # alone in a block: 127 and -128 steps beyond a zero
@@ -186,6 +191,34 @@ def test_nearly_constant_rows(quant_type: QuantType, precision: str) -> None:
         alone = np.concatenate([run(packed, x[m : m + 1], w.n) for m in range(10)])
         np.testing.assert_array_equal(alone, results[-1], err_msg=variant)
         np.testing.assert_array_equal(results[-1], results[0], err_msg=variant)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int16", "float32"])
+def test_any_exponent_of_mxfp4(precision: str) -> None:
+    """Scales that no product with a scale of activations keeps normal, beside ordinary ones."""
+    n, k = 96, 512
+    rng = np.random.default_rng(9)
+    blocks = cases.random_blocks(QuantType.MXFP4, rng, n * k // 32)
+    rows = blocks.reshape(n, k // 32, -1)
+    rows[:16, 3, 0] = rng.integers(0, 30, 16)
+    rows[32:48, 5, 0] = np.arange(0, 16) // 8  # the two subnormal ones
+    rows[64:80, :, 0] = rng.integers(0, 60, (16, k // 32))
+    data = blocks.reshape(-1)
+    w = cases.FileTensor(QuantType.MXFP4, data, cases.dequantize(QuantType.MXFP4, data, n, k))
+    x = rng.standard_normal((64, k)).astype(np.float32)
+    x[:16] *= np.float32(2.0**-70)
+    x[16:32] *= np.float32(2.0**90)
+    wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512")]
+    results = []
+    for variant in wide or VARIANTS:
+        packed = pack(variant, w, precision)
+        results.append(run(packed, x, n))
+        alone = np.concatenate([run(packed, x[m : m + 1], n) for m in range(64)])
+        np.testing.assert_array_equal(alone, results[-1], err_msg=variant)
+        np.testing.assert_array_equal(results[-1], results[0], err_msg=variant)
+    expected, magnitude = cases.reference_linear(x, w, precision)
+    bound = 1e-4 * magnitude + k * 2.0**-126
+    assert (np.abs(results[0] - expected) <= bound).all()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -401,13 +401,14 @@ def test_not_finite_scales_are_found(quant_type: QuantType) -> None:
     """P49: the same bytes matter as in loading's check, wherever they are in a block."""
     rng = np.random.default_rng(quant_type.value)
     size, rows = quant_type.block_size, 33
+    low = 0xFF if quant_type is QuantType.MXFP4 else 0x80
     good = rng.integers(0, 60, rows * quant_type.block_bytes, dtype=np.uint8)
     assert _C.is_finite(int(quant_type), good, rows, size)
     found = 0
     for row in (0, rows - 1):
         for offset in range(quant_type.block_bytes - 1):
             bad = good.copy()
-            bad[row * quant_type.block_bytes + offset :][:2] = (0x80, 0xFF)
+            bad[row * quant_type.block_bytes + offset :][:2] = (low, 0xFF)
             finite = _C.is_finite(int(quant_type), bad, rows, size)
             assert finite == is_finite(TensorRef("x", (rows, size), quant_type, bad)), offset
             found += not finite
@@ -428,7 +429,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(name: str) -> None:
         make_backend(replace(plan, ops=(*plan.ops[:at], bad, *plan.ops[at + 1 :])))
 
 
-@pytest.mark.parametrize("quant_type", [QuantType.Q4_0, QuantType.Q4_K, QuantType.Q6_K])
+@pytest.mark.parametrize(
+    "quant_type", [QuantType.Q4_0, QuantType.Q4_K, QuantType.Q6_K, QuantType.IQ4_XS]
+)
 def test_quantised_weights_without_finite_scales_are_refused_by_name(quant_type: QuantType) -> None:
     """P49: kernels rely on it."""
     plan = llama_plan(quant_type, num_layers=1)

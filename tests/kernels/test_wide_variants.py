@@ -19,7 +19,9 @@ WIDE = [isa for isa in _C.linear_variants() if isa in ("avx2", "avxvnni", "avx51
 
 @pytest.mark.skipif(len(WIDE) < 2, reason="this processor runs one vector variant")
 @pytest.mark.parametrize("precision", ["int8", "high", "float32"])
-@pytest.mark.parametrize("quant_type", [QuantType.Q4_1, QuantType.Q8_0, QuantType.F32])
+@pytest.mark.parametrize(
+    "quant_type", [QuantType.Q4_1, QuantType.Q8_0, QuantType.IQ4_NL, QuantType.MXFP4, QuantType.F32]
+)
 def test_steps_of_a_quantised_model(quant_type: QuantType, precision: str) -> None:
     plan = llama_plan(quant_type)
     logits = []

@@ -1,6 +1,7 @@
 """Blocks without a scale: packing makes their codes neutral, and their sums add nothing.
 
 Kernels may then take any number for such a scale (packed_format.h); values stay what they were.
+Formats with a code table have no code for that, and keep their scales.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ ZERO_POINTS = {
     QuantType.Q3_K: 4,
     QuantType.Q6_K: 32,
 }
+CODE_TABLES = (QuantType.IQ4_NL, QuantType.IQ4_XS, QuantType.MXFP4)
 PER_16 = (QuantType.Q2_K, QuantType.Q3_K, QuantType.Q6_K)
 
 
@@ -55,6 +57,11 @@ def clear_sub_scales(quant_type: QuantType, blocks: cases.Bytes, rng: np.random.
         blocks[:, 4 + 2] &= 0xC0
         blocks[:, 4 + 1] &= 0x3F
         blocks[:, 4 + 9] &= 0xF0
+    elif quant_type is QuantType.IQ4_XS:  # six bits of 32 are zero: sub-blocks 2 and 5
+        blocks[:, 5] &= 0xF0
+        blocks[:, 6] &= 0x0F
+        blocks[:, 2] = (blocks[:, 2] & 0xCF) | 0x20
+        blocks[:, 3] = (blocks[:, 3] & 0xF3) | 0x08
 
 
 def tensor_with_zero_scales(
@@ -63,10 +70,16 @@ def tensor_with_zero_scales(
     rng = np.random.default_rng((int(quant_type), n, k))
     blocks = cases.random_blocks(quant_type, rng, n * k // BLOCK_SIZES[quant_type][0])
     clear_sub_scales(quant_type, blocks, rng)
-    offset = cases.SCALE_OFFSETS[quant_type][0]
     for sign in (0x00, 0x80):
         chosen = rng.random(len(blocks)) < share / 2 if share < 1 else slice(sign // 128, None, 2)
-        blocks[chosen, offset], blocks[chosen, offset + 1] = 0, sign
+        if (
+            quant_type is QuantType.MXFP4
+        ):  # zeros of both signs, of which writers make the least scale
+            blocks[chosen] &= 0x88
+            blocks[chosen, 0] = 0
+        else:
+            offset = cases.SCALE_OFFSETS[quant_type][0]
+            blocks[chosen, offset], blocks[chosen, offset + 1] = 0, sign
     data = blocks.reshape(-1)
     return cases.FileTensor(quant_type, data, cases.dequantize(quant_type, data, n, k))
 
@@ -106,7 +119,7 @@ def size_of(quant_type: QuantType) -> tuple[int, int]:
     return 40, 768 if quant_type.block_size == 256 else 608
 
 
-@pytest.mark.parametrize("quant_type", cases.BLOCK_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", NUM_BITS, ids=lambda t: t.name)
 def test_codes_without_a_scale_are_neutral(quant_type: QuantType) -> None:
     n, k = size_of(quant_type)
     w = tensor_with_zero_scales(quant_type, n, k, 0.3)
@@ -141,7 +154,7 @@ def test_values_beside_zero_scales(variant: str, quant_type: QuantType, precisio
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("quant_type", ZERO_POINTS, ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", [*ZERO_POINTS, *CODE_TABLES], ids=lambda t: t.name)
 @pytest.mark.parametrize("precision", ["int8", "int16", "float32"])
 def test_nothing_but_zero_scales(variant: str, quant_type: QuantType, precision: str) -> None:
     n, k = size_of(quant_type)

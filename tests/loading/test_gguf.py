@@ -291,8 +291,8 @@ def test_unsupported_versions_and_types(tmp_path: Path) -> None:
         GGUFFile(_write(tmp_path, gguf_bytes({"a": 1}, version=1)))
     with pytest.raises(UnsupportedModelError, match="big-endian"):
         GGUFFile(_write(tmp_path, gguf_bytes({"a": 1}, version=3 << 24)))
-    tensors = {"w": RawTensor((1, 256), 20, bytes(144))}
-    with pytest.raises(UnsupportedModelError, match=r"'w' has type IQ4_NL.*Q4_K"):
+    tensors = {"w": RawTensor((1, 256), 21, bytes(110))}
+    with pytest.raises(UnsupportedModelError, match=r"'w' has type IQ3_S.*Q4_K.*IQ4_XS"):
         GGUFFile(_write(tmp_path, gguf_bytes({}, tensors)))
 
 

@@ -280,6 +280,7 @@ def test_finite_blocks_and_broken_ones(quant_type: QuantType) -> None:
     bad = {
         QuantType.F32: np.array([np.nan], np.float32).view(np.uint8),
         QuantType.BF16: np.array([0x7F80], np.uint16).view(np.uint8),
+        QuantType.MXFP4: np.array([0xFF], np.uint8),
     }.get(quant_type, halves[2:])
     num_broken = 0
     for offset in range(0, quant_type.block_bytes - len(bad) + 1, 2):

@@ -32,6 +32,17 @@ def tiny_plan(name: str) -> Plan:
     return build_plan(tiny_source(name), max_model_len=MAX_MODEL_LEN.get(name))
 
 
+def packed(values: np.ndarray, quant_type: QuantType) -> np.ndarray:
+    if quant_type is not QuantType.IQ4_NL:  # the `gguf` package reads it only
+        return gguf.quants.quantize(values, gguf.GGMLQuantizationType(int(quant_type)))
+    blocks = values.reshape(-1, 32)
+    scale = (np.abs(blocks).max(axis=1, keepdims=True) / 113).astype(np.float16)
+    steps = blocks / scale.astype(np.float32)
+    codes = np.abs(steps[..., None] - gguf.quants.IQ4_NL.kvalues).argmin(axis=-1).astype(np.uint8)
+    nibbles = codes[:, :16] | codes[:, 16:] << 4
+    return np.concatenate([scale.view(np.uint8), nibbles], axis=1)
+
+
 def quantised_source(name: str, quant_type: QuantType) -> MemorySource:
     """A tiny model whose matrices are stored as ``quant_type``."""
     source = tiny_source(name)
@@ -39,8 +50,7 @@ def quantised_source(name: str, quant_type: QuantType) -> MemorySource:
     for key, tensor in source.tensors.items():
         if len(tensor.shape) == 2:
             values = tensor.data.view(np.float32).reshape(tensor.shape)
-            packed = gguf.quants.quantize(values, gguf.GGMLQuantizationType(int(quant_type)))
-            data = np.ascontiguousarray(packed).reshape(-1).view(np.uint8)
+            data = np.ascontiguousarray(packed(values, quant_type)).reshape(-1).view(np.uint8)
             tensors[key] = TensorRef(key, tensor.shape, quant_type, data)
         else:
             tensors[key] = tensor
@@ -130,7 +140,11 @@ def test_promise_1_on_every_variant(name: str, kv_cache_dtype: str) -> None:
             np.testing.assert_array_equal(other, results[0], err_msg=isa)
 
 
-@pytest.mark.parametrize("quant_type", [QuantType.Q4_1, QuantType.Q8_0], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "quant_type",
+    [QuantType.Q4_1, QuantType.Q8_0, QuantType.IQ4_NL, QuantType.MXFP4],
+    ids=lambda t: t.name,
+)
 @pytest.mark.parametrize("precision", ["int8", "int16", "float32"])
 def test_promise_1_with_quantised_weights(quant_type: QuantType, precision: str) -> None:
     plan = build_plan(quantised_source("llama", quant_type))

@@ -1,9 +1,10 @@
 // The packed weight layout: one description for every instruction set.
 //
 // A matrix is packed in groups of 16 output rows. A group is a sequence of super-blocks along k (64 input
-// features for the 32-wide file formats, 256 for the K formats), each a scale header followed by its
-// 32-feature blocks of codes. Code vectors are 64 bytes: byte row * 4 + i belongs to output row `row` and
-// feature 4 * j + i ("quad" j of the block, j in [0, 8)). A block of codes is made of planes, in this order:
+// features for the 32-wide file formats, 128 for MXFP4, 256 for the K formats and IQ4_XS), each a scale
+// header followed by its 32-feature blocks of codes. Code vectors are 64 bytes: byte row * 4 + i belongs to
+// output row `row` and feature 4 * j + i ("quad" j of the block, j in [0, 8)). A block of codes is made of
+// planes, in this order:
 //   4-bit plane, 4 vectors: vector j has quad j in the low nibbles and quad j + 4 in the high nibbles;
 //   2-bit plane, 2 vectors: vector u has quad 4u + f in bits [2f, 2f + 2);
 //   1-bit plane, 1 vector:  quad j in bit j;
@@ -12,6 +13,10 @@
 // 5). A weight's value is scale * (code - zero_point), or scale * code + minimum. Signed 8-bit codes are
 // stored plus 128. Where a scale is zero (padding included), codes are the zero point (without one: 0), so
 // that sums of codes minus the zero point are zero there, and kernels may take any number for the scale.
+//
+// Formats with a code table store 4 bits per code, which are looked up as they are unpacked: IQ4's 16 levels
+// are codes of 8 bits, the doubled values of MXFP4 (E2M1) codes of 5. Their scales are what they are: no
+// level of IQ4 is zero, and those of MXFP4 span 250 powers of two (see kLeastTableScale).
 //
 // Everything here has internal linkage: the header is compiled into units of different instruction sets.
 #pragma once
@@ -34,22 +39,54 @@ enum class ScaleKind {
   kInt8Per16,  // per 16: f32 d[16], int8 scale[16 sub-blocks][16 rows]
   kNibble16,   // per 16: f16 d[16], f16 dmin[16], byte [16 sub-blocks][16 rows]: scale low nibble, minimum
                // high
+  kSignedSixBit32,  // per 32: f16 d[16], then 6-bit scales plus 32 (see SignedSixBitHeader)
+  kExponent32,      // per 32: byte e[4][16]: 2^(e - 128)
 };
 
+// What the stored bits of a code stand for.
+enum class CodeTable { kNone, kIq4, kE2m1 };
+
+constexpr uint8_t kIq4Codes[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                   129, 141, 153, 166, 181, 197, 217, 241};  // levels + 128
+constexpr uint8_t kE2m1Codes[16] = {16, 17, 18, 19, 20, 22, 24, 28,
+                                    16, 15, 14, 13, 12, 10, 8,  4};  // twice the values, + 16
+
 struct PackedFormat {
-  int bits;
+  int bits;             // stored
   int zero_point_log2;  // zero point is 1 << this; -1: none
   bool has_min;
   ScaleKind scales;
+  CodeTable table = CodeTable::kNone;
 
   constexpr bool is_quantized() const { return scales != ScaleKind::kNone; }
+  constexpr bool has_table() const { return table != CodeTable::kNone; }
+  // Of a code as it is multiplied.
+  constexpr int code_bits() const {
+    return table == CodeTable::kIq4 ? 8 : table == CodeTable::kE2m1 ? 5 : bits;
+  }
+  constexpr uint8_t code(int stored) const {
+    return table == CodeTable::kIq4 ? kIq4Codes[stored] : kE2m1Codes[stored];
+  }
   constexpr bool per16() const { return scales == ScaleKind::kInt8Per16 || scales == ScaleKind::kNibble16; }
   constexpr int zero_point() const { return zero_point_log2 < 0 ? 0 : 1 << zero_point_log2; }
-  constexpr int super_k() const { return scales == ScaleKind::kHalf32 ? 64 : 256; }
+  constexpr int super_k() const {
+    return scales == ScaleKind::kHalf32 ? 64 : scales == ScaleKind::kExponent32 ? 128 : 256;
+  }
   constexpr int blocks() const { return super_k() / kBlockK; }
   constexpr int block_bytes() const { return bits * kRows * kBlockK / 8; }
   constexpr int header_bytes() const {
-    return scales == ScaleKind::kHalf32 ? (has_min ? 128 : 64) : scales == ScaleKind::kSixBit32 ? 256 : 320;
+    switch (scales) {
+      case ScaleKind::kHalf32:
+        return has_min ? 128 : 64;
+      case ScaleKind::kSixBit32:
+        return 256;
+      case ScaleKind::kSignedSixBit32:
+        return 128;
+      case ScaleKind::kExponent32:
+        return 64;
+      default:
+        return 320;
+    }
   }
   constexpr int super_bytes() const { return header_bytes() + blocks() * block_bytes(); }
 };
@@ -76,6 +113,12 @@ constexpr PackedFormat format_of(QuantType type) {
       return {5, -1, true, ScaleKind::kSixBit32};
     case QuantType::Q6_K:
       return {6, 5, false, ScaleKind::kInt8Per16};
+    case QuantType::IQ4_NL:
+      return {4, 7, false, ScaleKind::kHalf32, CodeTable::kIq4};
+    case QuantType::IQ4_XS:
+      return {4, 7, false, ScaleKind::kSignedSixBit32, CodeTable::kIq4};
+    case QuantType::MXFP4:
+      return {4, 4, false, ScaleKind::kExponent32, CodeTable::kE2m1};
     case QuantType::F32:
       return {32, -1, false, ScaleKind::kNone};
     case QuantType::F16:
@@ -93,6 +136,14 @@ struct SixBitHeader {
   uint8_t high[4][kRows];  // [b]: bits 0-1 scale b, 2-3 minimum b, 4-5 scale b + 4, 6-7 minimum b + 4
 };
 static_assert(sizeof(SixBitHeader) == 256, "header size");
+
+// Header of kSignedSixBit32: 128 bytes for 8 blocks of 16 rows.
+struct SignedSixBitHeader {
+  uint16_t d[kRows];       // f16 scale of scales
+  uint8_t low[4][kRows];   // [b % 4]: low 4 bits of scale b + 32; b < 4: low nibble, else high
+  uint8_t high[2][kRows];  // [b % 2]: upper 2 bits of scale b + 32 in bits 2 * (b / 2) and on
+};
+static_assert(sizeof(SignedSixBitHeader) == 128, "header size");
 
 struct Int8Per16Header {
   float d[kRows];
@@ -184,6 +235,10 @@ constexpr float kAct8Down[kZeroEntries] = {1.0f / 224, 1.0f / 192, 1.0f / 160, 1
 constexpr uint32_t kAct8ScaleRest = 0x1fffff;  // the bits of a float behind its three most significant ones
 // What stands for d where it is zero, in tables of bits(m * d): any normal number would do.
 constexpr float kZeroScaleStand = 0x1p-24f;
+// Magnitudes of d whose products with any scale of activations are normal numbers, as tables need them.
+// Formats with a code table may have others, and zero beside codes that count: groups with such make no
+// tables.
+constexpr float kLeastTableScale = 0x1p-38f, kLargestTableScale = 0x1p31f;
 // Blocks of greater magnitude are not finite and of lesser are zero: exponents of scale * d stay normal.
 constexpr float kAct8LargestMagnitude = 0x1p100f;
 constexpr float kTinyAct8 = 0x1p-80f;

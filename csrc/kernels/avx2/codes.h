@@ -41,10 +41,28 @@ TELLIN_INLINE __m256i or_masked(__m256i base, __m256i v, int mask) {
   return _mm256_or_si256(base, _mm256_and_si256(v, _mm256_set1_epi8(static_cast<char>(mask))));
 }
 
+// Which bits of a format's codes are looked up.
+enum class CodePart { kWhole, kLowNibble, kHighNibble };
+
+// A format's 16 codes, in each 128-bit lane.
+template <QuantType T, CodePart kPart>
+TELLIN_INLINE __m256i code_table() {
+  const auto code = [](int i) {
+    const int whole = format_of(T).code(i);
+    return static_cast<char>(kPart == CodePart::kWhole       ? whole
+                             : kPart == CodePart::kLowNibble ? whole & 15
+                                                             : whole >> 4);
+  };
+  return _mm256_broadcastsi128_si256(_mm_setr_epi8(code(0), code(1), code(2), code(3), code(4), code(5),
+                                                   code(6), code(7), code(8), code(9), code(10), code(11),
+                                                   code(12), code(13), code(14), code(15)));
+}
+
 // Unsigned codes of quad kQuad (8 rows x 4 features) of a packed block; `block` points to the half's first
-// byte.
-template <int kBits, int kQuad>
+// byte. kPart: of formats with a code table.
+template <QuantType T, int kQuad, CodePart kPart = CodePart::kWhole>
 TELLIN_INLINE __m256i load_quad(const uint8_t* block) {
+  constexpr int kBits = format_of(T).bits;
   if constexpr (kBits == 8) {
     return load_half(block + kVectorBytes * kQuad);
   } else if constexpr (kBits <= 3) {
@@ -55,6 +73,7 @@ TELLIN_INLINE __m256i load_quad(const uint8_t* block) {
   } else {
     const __m256i nibbles = load_half(block + kVectorBytes * (kQuad % 4));
     const __m256i low = _mm256_and_si256(move_bits<kQuad / 4 * 4, 0>(nibbles), _mm256_set1_epi8(15));
+    if constexpr (format_of(T).has_table()) return _mm256_shuffle_epi8(code_table<T, kPart>(), low);
     if constexpr (kBits == 4) return low;
     if constexpr (kBits == 5)
       return or_masked(low, move_bits<kQuad, 4>(load_half(block + kVectorBytes * 4)), 16);
@@ -100,6 +119,30 @@ TELLIN_INLINE void unpack_six_bits(const SixBitHeader& h, uint8_t (&scale)[8][kR
   }
 }
 
+// Scales of the eight blocks of a super-block as bytes.
+TELLIN_INLINE void unpack_signed_six_bits(const SignedSixBitHeader& h, int8_t (&scale)[8][kRows]) {
+  const __m256i high = load_half(h.high[0]);
+  const auto store = [&](int pair, __m256i low, __m256i high_bits) {  // two blocks of 16 rows in a register
+    const __m256i six = or_masked(_mm256_and_si256(low, _mm256_set1_epi8(15)), high_bits, 48);
+    const __m256i whole = _mm256_sub_epi8(six, _mm256_set1_epi8(32));
+    _mm256_store_si256(reinterpret_cast<__m256i*>(scale[2 * pair]), whole);
+  };
+  const __m256i low0 = load_half(h.low[0]), low1 = load_half(h.low[2]);
+  store(0, low0, _mm256_slli_epi16(high, 4));
+  store(1, low1, _mm256_slli_epi16(high, 2));
+  store(2, _mm256_srli_epi16(low0, 4), high);
+  store(3, _mm256_srli_epi16(low1, 4), _mm256_srli_epi16(high, 2));
+}
+
+// 2^(e - 128) of 8 bytes e: from e = 2 on a normal number, of which e - 1 is the exponent's field.
+TELLIN_INLINE __m256 powers_of_two(const uint8_t* p) {
+  const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23);
+  const __m256i subnormal = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+  const __m256i is_normal = _mm256_cmpgt_epi32(e, _mm256_set1_epi32(1));
+  return _mm256_castsi256_ps(_mm256_blendv_epi8(subnormal, normal, is_normal));
+}
+
 // Scales and minima of a super-block, as 8 floats: of half h of the rows, for sum j (a block, or 16 features
 // of it).
 template <QuantType T>
@@ -110,7 +153,13 @@ class SuperScales {
       const auto* header = reinterpret_cast<const SixBitHeader*>(super_block);
       unpack_six_bits(*header, scale_, minimum_);
       asm("" : "+m"(scale_), "+m"(minimum_));  // or they would be taken apart in registers, which is slower
+    } else if constexpr (kKind == ScaleKind::kSignedSixBit32) {
+      const auto* header = reinterpret_cast<const SignedSixBitHeader*>(super_block);
+      unpack_signed_six_bits(*header, signed_scale_);
+      asm("" : "+m"(signed_scale_));
+      for (int h = 0; h < 2; ++h) d_[h] = half_to_float8(header->d + h * kHalfRows);
     }
+    if constexpr (kFormat.has_table()) return;
     for (int h = 0; h < 2; ++h) {
       if constexpr (kKind == ScaleKind::kInt8Per16) {
         d_[h] = _mm256_loadu_ps(reinterpret_cast<const float*>(super_block) + h * kHalfRows);
@@ -127,6 +176,10 @@ class SuperScales {
       return half_to_float8(reinterpret_cast<const uint16_t*>(header_) + kRows * j + kHalfRows * h);
     } else if constexpr (kKind == ScaleKind::kSixBit32) {
       return _mm256_mul_ps(d_[h], bytes_to_float8(scale_[j] + kHalfRows * h));
+    } else if constexpr (kKind == ScaleKind::kSignedSixBit32) {
+      return _mm256_mul_ps(d_[h], signed_bytes_to_float8(signed_scale_[j] + kHalfRows * h));
+    } else if constexpr (kKind == ScaleKind::kExponent32) {
+      return powers_of_two(header_ + kRows * j + kHalfRows * h);
     } else if constexpr (kKind == ScaleKind::kInt8Per16) {
       const auto* header = reinterpret_cast<const Int8Per16Header*>(header_);
       return _mm256_mul_ps(d_[h], signed_bytes_to_float8(header->scale[j] + kHalfRows * h));
@@ -146,7 +199,8 @@ class SuperScales {
   }
 
  private:
-  static constexpr ScaleKind kKind = format_of(T).scales;
+  static constexpr PackedFormat kFormat = format_of(T);
+  static constexpr ScaleKind kKind = kFormat.scales;
 
   TELLIN_INLINE __m256i nibbles(int j, int h) const {
     const auto* header = reinterpret_cast<const Nibble16Header*>(header_);
@@ -158,6 +212,7 @@ class SuperScales {
   __m256 d_[2], dmin_[2];
   alignas(32) uint8_t scale_[8][kRows];
   alignas(32) uint8_t minimum_[8][kRows];
+  alignas(32) int8_t signed_scale_[8][kRows];
 };
 
 // Scales and minima of the 16 rows for every sum of a super-block: [blocks][1 or 2 (per 16)][16].

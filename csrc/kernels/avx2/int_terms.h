@@ -90,14 +90,15 @@ TELLIN_INLINE void add_codes(__m256i w, bool is_first, __m256i& sum) {
 
 // Pairs (sum of `features` codes - features * zero point, zero point) in the rows' 32-bit lanes. code_sum: in
 // bytes, 8 x 31 or 4 x 63 at most; of 8-bit codes in int32.
-template <int kBits>
-TELLIN_INLINE __m256i code_pair_of(__m256i code_sum, int features, int zero_point) {
-  if constexpr (kBits < 8) {
+template <QuantType T>
+TELLIN_INLINE __m256i code_pair_of(__m256i code_sum, int features) {
+  constexpr int kZeroPoint = format_of(T).zero_point();
+  if constexpr (format_of(T).code_bits() < 8) {
     const __m256i words = _mm256_maddubs_epi16(code_sum, _mm256_set1_epi8(1));
     code_sum = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
   }
-  const __m256i sum = _mm256_add_epi32(code_sum, _mm256_set1_epi32(-features * zero_point));
-  return _mm256_blend_epi16(sum, _mm256_set1_epi32(zero_point << 16), 0xaa);
+  const __m256i sum = _mm256_add_epi32(code_sum, _mm256_set1_epi32(-features * kZeroPoint));
+  return _mm256_blend_epi16(sum, _mm256_set1_epi32(kZeroPoint << 16), 0xaa);
 }
 
 // The record of row t of a tile.

@@ -26,6 +26,9 @@ void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, i
     TELLIN_CASE(Q4_K)
     TELLIN_CASE(Q5_K)
     TELLIN_CASE(Q6_K)
+    TELLIN_CASE(IQ4_NL)
+    TELLIN_CASE(IQ4_XS)
+    TELLIN_CASE(MXFP4)
 #undef TELLIN_CASE
     default:
       return;  // float weights have no integer path (packed_group_bytes is 0)
@@ -51,6 +54,9 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
     TELLIN_CASE(Q4_K)
     TELLIN_CASE(Q5_K)
     TELLIN_CASE(Q6_K)
+    TELLIN_CASE(IQ4_NL)
+    TELLIN_CASE(IQ4_XS)
+    TELLIN_CASE(MXFP4)
 #undef TELLIN_CASE
   }
 }

@@ -28,7 +28,7 @@ TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows
     constexpr int kSum = kFormat.per16() ? kQuad / 4 : 0;
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m256i quad = load_quad<kFormat.bits, kQuad>(codes + h * kHalfBytes);
+      const __m256i quad = load_quad<T, kQuad>(codes + h * kHalfBytes);
       const __m256 s = _mm256_load_ps(scale[kSum] + h * kHalfRows);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {

@@ -12,36 +12,52 @@ namespace {
 // more tokens take one half after the other.
 #if defined(__AVXVNNI__)
 constexpr int kWholeTokens = 5;
+constexpr int kWideTokens = 4;  // at most, of 8-bit codes
 #else
 constexpr int kWholeTokens = 4;
+constexpr int kWideTokens = 2;
 #endif
+
+template <QuantType T, int kTokens>
+constexpr bool takes_whole() {
+#if !defined(__AVXVNNI__)
+  if (format_of(T).code_bits() == 8) return false;
+#endif
+  return kTokens <= kWholeTokens;
+}
 
 // As many tokens as are faster here (Zen 5): without a zero point their terms take less than in linear_int.h;
 // two planes of 6-bit codes are better multiplied as words.
 constexpr int few_tokens(const PackedFormat& format, [[maybe_unused]] int planes) {
   if (format.zero_point_log2 < 0) return 7;
+  if (format.code_bits() == 8) return kWideTokens;
 #if !defined(__AVXVNNI__)
-  if (format.bits == 6 && planes == 2) return 2;
+  if (format.code_bits() == 6 && planes == 2) return 2;
 #endif
   return kWholeTokens;
 }
 
-// Codes are added in bytes over a block, or 16 features of it.
+// 8-bit codes as they are stored need no unpacking.
 constexpr bool has_few_path(const PackedFormat& format) {
   return format.is_quantized() && format.bits <= 6;
 }
 
 // Adds quads [kQuad, kEnd) of a packed block to integer sums (int16, or int32 with vpdpbusd) that begin with
-// quad kBegin, and to the sums of codes, which begin with quad kSumBegin.
-template <int kBits, int kSumBegin, int kBegin, int kQuad, int kEnd, bool kSumCodes, int kHalves, int kTokens>
+// quad kBegin, and to the sums of codes (8 bits: int32, else bytes), which begin with quad kSumBegin.
+template <QuantType T, int kSumBegin, int kBegin, int kQuad, int kEnd, bool kSumCodes, int kHalves,
+          int kTokens>
 TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64_t row_bytes,
                                     __m256i (&sum)[kHalves][kTokens], __m256i (&code_sum)[kHalves]) {
   if constexpr (kQuad < kEnd) {
     __m256i w[kHalves];
 #pragma GCC unroll 2
     for (int h = 0; h < kHalves; ++h) {
-      w[h] = load_quad<kBits, kQuad>(block + h * kHalfBytes);
-      if constexpr (kSumCodes) add_codes(w[h], kQuad == kSumBegin, code_sum[h]);
+      w[h] = load_quad<T, kQuad>(block + h * kHalfBytes);
+      if constexpr (kSumCodes && format_of(T).code_bits() == 8) {
+        add_product(w[h], _mm256_set1_epi8(1), kQuad == kSumBegin, code_sum[h]);
+      } else if constexpr (kSumCodes) {
+        add_codes(w[h], kQuad == kSumBegin, code_sum[h]);
+      }
     }
 #pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
@@ -49,33 +65,83 @@ TELLIN_INLINE void add_packed_quads(const uint8_t* block, const int8_t* x, int64
 #pragma GCC unroll 2
       for (int h = 0; h < kHalves; ++h) add_product(w[h], y, kQuad == kBegin, sum[h][t]);
     }
-    add_packed_quads<kBits, kSumBegin, kBegin, kQuad + 1, kEnd, kSumCodes>(block, x, row_bytes, sum,
-                                                                           code_sum);
+    add_packed_quads<T, kSumBegin, kBegin, kQuad + 1, kEnd, kSumCodes>(block, x, row_bytes, sum, code_sum);
   }
 }
 
+#if !defined(__AVXVNNI__)
+// 8-bit codes: products of the low and high nibbles, which are looked up apart, in int16; and in bytes sums
+// of the nibbles.
+template <QuantType T, int kQuad, bool kSumCodes, int kTokens>
+TELLIN_INLINE void add_packed_nibbles(const uint8_t* block, const int8_t* x, int64_t row_bytes,
+                                      __m256i (&low)[kTokens], __m256i (&high)[kTokens],
+                                      __m256i (&nibble_sum)[2]) {
+  if constexpr (kQuad < 8) {
+    const __m256i w_low = load_quad<T, kQuad, CodePart::kLowNibble>(block);
+    const __m256i w_high = load_quad<T, kQuad, CodePart::kHighNibble>(block);
+    if constexpr (kSumCodes) {
+      add_codes(w_low, kQuad == 0, nibble_sum[0]);
+      add_codes(w_high, kQuad == 0, nibble_sum[1]);
+    }
+#pragma GCC unroll 2
+    for (int t = 0; t < kTokens; ++t) {
+      const __m256i y = broadcast_word(x + t * row_bytes + 4 * kQuad);
+      add_product(w_low, y, kQuad == 0, low[t]);
+      add_product(w_high, y, kQuad == 0, high[t]);
+    }
+    add_packed_nibbles<T, kQuad + 1, kSumCodes>(block, x, row_bytes, low, high, nibble_sum);
+  }
+}
+
+// Exact int32 sums of one half of the rows, and of their codes.
+template <QuantType T, bool kSumCodes, int kTokens>
+TELLIN_INLINE void packed_nibble_sums(const uint8_t* block, const int8_t* x, int64_t row_bytes,
+                                      __m256i (&sum)[kTokens], __m256i& code_sum) {
+  __m256i low[kTokens], high[kTokens], nibble_sum[2];
+  add_packed_nibbles<T, 0, kSumCodes>(block, x, row_bytes, low, high, nibble_sum);
+  const __m256i one = _mm256_set1_epi16(1), sixteen = _mm256_set1_epi16(16);
+#pragma GCC unroll 2
+  for (int t = 0; t < kTokens; ++t) {
+    sum[t] = _mm256_madd_epi16(low[t], one);
+    add_int32(sum[t], _mm256_madd_epi16(high[t], sixteen));
+  }
+  if constexpr (kSumCodes) {
+    const __m256i ones = _mm256_set1_epi8(1);
+    const __m256i low_sum = _mm256_madd_epi16(_mm256_maddubs_epi16(nibble_sum[0], ones), one);
+    code_sum = _mm256_madd_epi16(_mm256_maddubs_epi16(nibble_sum[1], ones), sixteen);
+    add_int32(code_sum, low_sum);
+  }
+}
+#endif
+
 // Exact int32 sums of a packed block's codes x one plane of activations, over quads [kQuad, kEnd).
-template <int kBits, int kSumBegin, int kQuad, int kEnd, bool kSumCodes, int kHalves, int kTokens>
+template <QuantType T, int kSumBegin, int kQuad, int kEnd, bool kSumCodes, int kHalves, int kTokens>
 TELLIN_INLINE void packed_plane_sums(const uint8_t* block, const int8_t* x, int64_t row_bytes,
                                      __m256i (&sum)[kHalves][kTokens], __m256i (&code_sum)[kHalves]) {
 #if defined(__AVXVNNI__)
-  add_packed_quads<kBits, kSumBegin, kQuad, kQuad, kEnd, kSumCodes>(block, x, row_bytes, sum, code_sum);
+  add_packed_quads<T, kSumBegin, kQuad, kQuad, kEnd, kSumCodes>(block, x, row_bytes, sum, code_sum);
 #else
-  constexpr int kStop = kQuad + int16_quads(kBits) < kEnd ? kQuad + int16_quads(kBits) : kEnd;
-  const __m256i one = _mm256_set1_epi16(1);
-  add_packed_quads<kBits, kSumBegin, kQuad, kQuad, kStop, kSumCodes>(block, x, row_bytes, sum, code_sum);
-#pragma GCC unroll 7
-  for (int t = 0; t < kTokens; ++t) {
-#pragma GCC unroll 2
-    for (int h = 0; h < kHalves; ++h) sum[h][t] = _mm256_madd_epi16(sum[h][t], one);
-  }
-  if constexpr (kStop < kEnd) {
-    __m256i rest[kHalves][kTokens];
-    packed_plane_sums<kBits, kSumBegin, kStop, kEnd, kSumCodes>(block, x, row_bytes, rest, code_sum);
+  constexpr int kBits = format_of(T).code_bits();
+  if constexpr (kBits == 8) {
+    static_assert(kHalves == 1 && kQuad == 0 && kEnd == 8, "all features of one half of the rows");
+    packed_nibble_sums<T, kSumCodes>(block, x, row_bytes, sum[0], code_sum[0]);
+  } else {
+    constexpr int kStop = kQuad + int16_quads(kBits) < kEnd ? kQuad + int16_quads(kBits) : kEnd;
+    const __m256i one = _mm256_set1_epi16(1);
+    add_packed_quads<T, kSumBegin, kQuad, kQuad, kStop, kSumCodes>(block, x, row_bytes, sum, code_sum);
 #pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
-      for (int h = 0; h < kHalves; ++h) add_int32(sum[h][t], rest[h][t]);
+      for (int h = 0; h < kHalves; ++h) sum[h][t] = _mm256_madd_epi16(sum[h][t], one);
+    }
+    if constexpr (kStop < kEnd) {
+      __m256i rest[kHalves][kTokens];
+      packed_plane_sums<T, kSumBegin, kStop, kEnd, kSumCodes>(block, x, row_bytes, rest, code_sum);
+#pragma GCC unroll 7
+      for (int t = 0; t < kTokens; ++t) {
+#pragma GCC unroll 2
+        for (int h = 0; h < kHalves; ++h) add_int32(sum[h][t], rest[h][t]);
+      }
     }
   }
 #endif
@@ -88,8 +154,7 @@ TELLIN_INLINE void packed_sums(const uint8_t* block, const Act* first, int64_t r
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kBegin = kHalf == 1 ? 4 : 0, kEnd = kHalf == 0 ? 4 : 8;
   __m256i code_sum[kHalves];
-  packed_plane_sums<kFormat.bits, kBegin, kBegin, kEnd, Act::kPlanes == 1>(block, first->q[0], row_bytes, sum,
-                                                                           code_sum);
+  packed_plane_sums<T, kBegin, kBegin, kEnd, Act::kPlanes == 1>(block, first->q[0], row_bytes, sum, code_sum);
   if constexpr (Act::kPlanes == 1 && kFormat.zero_point_log2 < 0) {
     // The term of the activations' zero alone, from sums of pairs of codes.
     const __m256i one = _mm256_set1_epi8(1);
@@ -107,12 +172,12 @@ TELLIN_INLINE void packed_sums(const uint8_t* block, const Act* first, int64_t r
   if constexpr (Act::kPlanes == 1) {
 #pragma GCC unroll 2
     for (int h = 0; h < kHalves; ++h) {
-      pairs[h] = code_pair_of<kFormat.bits>(code_sum[h], 4 * (kEnd - kBegin), kFormat.zero_point());
+      pairs[h] = code_pair_of<T>(code_sum[h], 4 * (kEnd - kBegin));
     }
   } else {
     __m256i low[kHalves][kTokens];
-    packed_plane_sums<kFormat.bits, kBegin, kBegin, kEnd, false>(block, first->q[Act::kPlanes - 1], row_bytes,
-                                                                 low, code_sum);
+    packed_plane_sums<T, kBegin, kBegin, kEnd, false>(block, first->q[Act::kPlanes - 1], row_bytes, low,
+                                                      code_sum);
 #pragma GCC unroll 7
     for (int t = 0; t < kTokens; ++t) {
 #pragma GCC unroll 2
@@ -198,7 +263,7 @@ __attribute__((noinline)) void run_few(const PackedMatrix& w, const QuantizedRow
     const uint8_t* block = super_block + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b, block += kFormat.block_bytes(), row += sizeof(Act)) {
       ahead.fetch<kFormat.super_bytes() / kFormat.blocks()>();
-      if constexpr (kTokens <= kWholeTokens) {
+      if constexpr (takes_whole<T, kTokens>()) {
         add_packed_halves<T, Act, 2>(block, row, x.row_bytes, scales, b, 0, acc);
       } else {
         add_packed_halves<T, Act, 1>(block, row, x.row_bytes, scales, b, 0, acc);

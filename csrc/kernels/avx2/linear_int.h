@@ -58,7 +58,7 @@ TELLIN_INLINE void add_nibble_quads(const uint8_t* codes, const int8_t* x, int64
 
 #if defined(__AVXVNNI__)
 // vpdpbusd widens by itself: 8-bit codes need no splitting and nothing overflows.
-template <int kBits, int kQuad, int kEnd, int kTokens>
+template <QuantType T, int kQuad, int kEnd, int kTokens>
 TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t* x, int64_t row_bytes,
                               __m256i (&sum)[2][kTokens]) {
 #pragma GCC unroll 8
@@ -75,9 +75,10 @@ TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t
 }
 #else
 // Exact int32 sums over quads [kQuad, kEnd) of a block.
-template <int kBits, int kQuad, int kEnd, int kTokens>
+template <QuantType T, int kQuad, int kEnd, int kTokens>
 TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t* x, int64_t row_bytes,
                               __m256i (&sum)[2][kTokens]) {
+  constexpr int kBits = format_of(T).code_bits();
   const __m256i one = _mm256_set1_epi16(1);
   if constexpr (kBits == 8) {
     const __m256i sixteen = _mm256_set1_epi16(16);
@@ -102,7 +103,7 @@ TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t
     }
     if constexpr (kStop < kEnd) {
       __m256i rest[2][kTokens];
-      plane_sums<kBits, kStop, kEnd>(codes, x, row_bytes, rest);
+      plane_sums<T, kStop, kEnd>(codes, x, row_bytes, rest);
 #pragma GCC unroll 6
       for (int t = 0; t < kTokens; ++t) {
         add_int32(sum[0][t], rest[0][t]);
@@ -115,14 +116,14 @@ TELLIN_INLINE void plane_sums(const uint8_t (*codes)[kVectorBytes], const int8_t
 #endif
 
 // Exact int32 sums of codes x whole activations over quads [kQuad, kEnd) of a block.
-template <int kBits, int kQuad, int kEnd, class Act, int kTokens>
+template <QuantType T, int kQuad, int kEnd, class Act, int kTokens>
 TELLIN_INLINE void block_sums(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
                               __m256i (&sum)[2][kTokens]) {
   const auto* block = reinterpret_cast<const Act*>(x);
-  plane_sums<kBits, kQuad, kEnd>(codes, block->q[0], row_bytes, sum);
+  plane_sums<T, kQuad, kEnd>(codes, block->q[0], row_bytes, sum);
   if constexpr (Act::kPlanes == 2) {
     __m256i low[2][kTokens];
-    plane_sums<kBits, kQuad, kEnd>(codes, block->q[1], row_bytes, low);
+    plane_sums<T, kQuad, kEnd>(codes, block->q[1], row_bytes, low);
 #pragma GCC unroll 6
     for (int t = 0; t < kTokens; ++t) {
       sum[0][t] = _mm256_slli_epi32(sum[0][t], kPlaneShift);
@@ -138,7 +139,7 @@ template <QuantType T, int kHalf, class Act, int kTokens>
 TELLIN_INLINE void whole_sums(const uint8_t (*codes)[kVectorBytes], const uint8_t* x, int64_t row_bytes,
                               const int32_t* code_pair, __m256i (&sum)[2][kTokens]) {
   constexpr int kBegin = kHalf == 1 ? 4 : 0, kEnd = kHalf == 0 ? 4 : 8;
-  block_sums<format_of(T).bits, kBegin, kEnd, Act>(codes, x, row_bytes, sum);
+  block_sums<T, kBegin, kEnd, Act>(codes, x, row_bytes, sum);
   const auto* pairs = reinterpret_cast<const __m256i*>(code_pair);
   const __m256i pair[2] = {_mm256_load_si256(pairs), _mm256_load_si256(pairs + 1)};
   add_zero_terms<T>(reinterpret_cast<const Act*>(x), row_bytes, kHalf + 1, pair, sum);
@@ -180,33 +181,32 @@ __attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t (*code
 
 // Unpacks quads [kQuad, kEnd) of half `half` of a block, and adds up the codes from quad kBegin on (see
 // code_pair_of).
-template <int kBits, int kBegin, int kQuad, int kEnd>
+template <QuantType T, int kBegin, int kQuad, int kEnd>
 TELLIN_INLINE void unpack_quads(const uint8_t* block, int half, uint8_t (*codes)[kVectorBytes],
                                 __m256i& code_sum) {
   if constexpr (kQuad < kEnd) {
-    const __m256i quad = load_quad<kBits, kQuad>(block + half * kHalfBytes);
+    const __m256i quad = load_quad<T, kQuad>(block + half * kHalfBytes);
     _mm256_store_si256(reinterpret_cast<__m256i*>(codes[kQuad] + half * kHalfBytes), quad);
-    if constexpr (kBits < 8) {
+    if constexpr (format_of(T).code_bits() < 8) {
       add_codes(quad, kQuad == kBegin, code_sum);
     } else {
       const __m256i words = _mm256_maddubs_epi16(quad, _mm256_set1_epi8(1));
       const __m256i sum = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
       code_sum = kQuad == kBegin ? sum : _mm256_add_epi32(code_sum, sum);
     }
-    unpack_quads<kBits, kBegin, kQuad + 1, kEnd>(block, half, codes, code_sum);
+    unpack_quads<T, kBegin, kQuad + 1, kEnd>(block, half, codes, code_sum);
   }
 }
 
 // Unpacks the block, or half kHalf of its features.
 template <QuantType T, int kHalf>
 TELLIN_INLINE void unpack_block(const uint8_t* block, uint8_t (*codes)[kVectorBytes], int32_t* code_pair) {
-  constexpr PackedFormat kFormat = format_of(T);
   constexpr int kBegin = kHalf == 1 ? 4 : 0, kEnd = kHalf == 0 ? 4 : 8;
 #pragma GCC unroll 2
   for (int half = 0; half < 2; ++half) {
     __m256i code_sum;
-    unpack_quads<kFormat.bits, kBegin, kBegin, kEnd>(block, half, codes, code_sum);
-    const __m256i pair = code_pair_of<kFormat.bits>(code_sum, 4 * (kEnd - kBegin), kFormat.zero_point());
+    unpack_quads<T, kBegin, kBegin, kEnd>(block, half, codes, code_sum);
+    const __m256i pair = code_pair_of<T>(code_sum, 4 * (kEnd - kBegin));
     _mm256_store_si256(reinterpret_cast<__m256i*>(code_pair + half * kHalfRows), pair);
   }
 }
@@ -266,8 +266,8 @@ constexpr int table_tokens([[maybe_unused]] const PackedFormat& format) {
 #if defined(__AVXVNNI__)
   return format.per16() ? kNever : format.has_min ? 40 : 24;
 #else
-  if (format.bits == 8) return kNever;  // words
-  return format.has_min ? 24 : format.bits == 4 ? 20 : 10;
+  if (format.code_bits() == 8) return kNever;  // words
+  return format.has_min ? 24 : format.code_bits() == 4 ? 20 : 10;
 #endif
 }
 
@@ -353,7 +353,7 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
     for (int64_t g = g0; g < g1; ++g) {
       const uint8_t* const after = codes_after(w, g + 1, g1);
       if constexpr (table_tokens<Act>(format_of(T)) < kNever) {
-        if (tokens >= table_tokens<Act>(format_of(T))) {
+        if (tokens >= table_tokens<Act>(format_of(T)) && can_make_tables<T>(w, g)) {
           run_group<T, Act, TableTiles<T>>(problem, begin, tokens, g, after);
           continue;
         }

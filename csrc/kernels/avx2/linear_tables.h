@@ -26,6 +26,27 @@ constexpr bool kHasScaleTable = true;
 constexpr bool kHasScaleTable = false;
 #endif
 
+// Whether tables may be made of the scales of a group (see kLeastTableScale).
+template <QuantType T>
+bool can_make_tables([[maybe_unused]] const PackedMatrix& w, [[maybe_unused]] int64_t g) {
+  constexpr PackedFormat kFormat = format_of(T);
+  if constexpr (kHasScaleTable && kFormat.has_table()) {
+    const uint8_t* super_block = w.data + g * w.group_bytes;
+    for (const uint8_t* const end = super_block + w.group_bytes; super_block < end;
+         super_block += kFormat.super_bytes()) {
+      const SuperScales<T> scales(super_block);
+      __m256 fits = _mm256_castsi256_ps(_mm256_set1_epi32(-1));
+      for (int i = 0; i < 2 * kFormat.blocks(); ++i) {
+        const __m256 d = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), scales.scale(i / 2, i % 2));
+        fits = _mm256_and_ps(fits, _mm256_cmp_ps(d, _mm256_set1_ps(kLeastTableScale), _CMP_GE_OQ));
+        fits = _mm256_and_ps(fits, _mm256_cmp_ps(d, _mm256_set1_ps(kLargestTableScale), _CMP_LE_OQ));
+      }
+      if (_mm256_movemask_ps(fits) != 0xff) return false;
+    }
+  }
+  return true;
+}
+
 // How the sums of a format run.
 struct TableFormat {
   PackedFormat format;
@@ -42,7 +63,9 @@ struct TableFormat {
   // they may begin with that; and as 2 * quads * -(z * -128) is one too many, with 256 less.
   constexpr bool starts_low() const { return is_signed() && 2 * quads() * format.zero_point() * 255 > 32767; }
   // Quads that fit into int16.
-  constexpr int step() const { return is_signed() ? quads() : std::min(quads(), int16_quads(format.bits)); }
+  constexpr int step() const {
+    return is_signed() ? quads() : std::min(quads(), int16_quads(format.code_bits()));
+  }
 #endif
   // What the zero table allows for.
   constexpr int zero_shift() const { return !is_signed() || starts_low() ? 0 : -128; }
@@ -71,8 +94,8 @@ TELLIN_INLINE void unpack_table_quads(const uint8_t* block, uint8_t (*codes)[kVe
                                       __m256i& code_sum) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kQuad < kEnd) {
-    __m256i quad = load_quad<kFormat.bits, kQuad>(block);
-    if constexpr (kFormat.bits < 8) {
+    __m256i quad = load_quad<T, kQuad>(block);
+    if constexpr (kFormat.code_bits() < 8) {
       add_codes(quad, kQuad == kBegin, code_sum);
     } else {
       const __m256i sum =
@@ -94,7 +117,7 @@ template <QuantType T>
 TELLIN_INLINE void store_zeros(__m256i code_sum, int32_t (*zero)[kRows], int16_t* start) {
   constexpr TableFormat kTable = {format_of(T)};
   constexpr int kFeatures = 4 * kTable.quads(), kZero = kTable.format.zero_point();
-  if constexpr (kTable.format.bits < 8) {
+  if constexpr (kTable.format.code_bits() < 8) {
     code_sum = _mm256_maddubs_epi16(code_sum, _mm256_set1_epi8(1));
     if constexpr (kTable.starts_low()) {
       const auto even = static_cast<int16_t>(128 * (kFeatures / 2) * kZero - 256);

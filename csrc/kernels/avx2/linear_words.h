@@ -16,7 +16,7 @@ constexpr bool has_word_path([[maybe_unused]] const PackedFormat& format) {
 #if defined(__AVXVNNI__)
   return false;
 #else
-  return format.is_quantized() && (format.bits == 8 || (Act::kPlanes == 2 && format.bits > 4));
+  return format.is_quantized() && (format.code_bits() == 8 || (Act::kPlanes == 2 && format.code_bits() > 4));
 #endif
 }
 constexpr int kWordTokens = 3;
@@ -52,7 +52,7 @@ TELLIN_INLINE void unpack_words(const uint8_t* packed, int16_t (*words)[2][2][kR
   if constexpr (kQuad < 8) {
     const __m256i zero = _mm256_set1_epi16(kFormat.zero_point()), low = _mm256_set1_epi16(255);
     for (int half = 0; half < 2; ++half) {
-      const __m256i codes = load_quad<kFormat.bits, kQuad>(packed + half * kHalfBytes);
+      const __m256i codes = load_quad<T, kQuad>(packed + half * kHalfBytes);
       const __m256i even = _mm256_sub_epi16(_mm256_and_si256(codes, low), zero);
       const __m256i odd = _mm256_sub_epi16(_mm256_srli_epi16(codes, 8), zero);
       _mm256_store_si256(reinterpret_cast<__m256i*>(words[kQuad][0][half]), even);

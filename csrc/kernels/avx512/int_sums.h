@@ -17,7 +17,7 @@ TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActR
                             __m512i (&sum)[kGroups][kTokens]) {
   __m512i w[kGroups];
 #pragma GCC unroll 4
-  for (int g = 0; g < kGroups; ++g) w[g] = load_quad<format_of(T).bits, kQuad>(codes + g * group_bytes);
+  for (int g = 0; g < kGroups; ++g) w[g] = load_quad<T, kQuad>(codes + g * group_bytes);
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
     const __m512i y = broadcast_word(x.block(t)->q[kPlane] + 4 * kQuad);
@@ -146,9 +146,9 @@ TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const
   __m512i w[kGroups];
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; ++g) {
-    w[g] = load_quad<kFormat.bits, kQuad>(codes + g * group_bytes);
+    w[g] = load_quad<T, kQuad>(codes + g * group_bytes);
     if constexpr (Act::kPlanes == 1) {
-      if constexpr (kFormat.bits == 8) {
+      if constexpr (kFormat.code_bits() == 8) {
         code_sum[g] = _mm512_dpbusd_epi32(code_sum[g], w[g], _mm512_set1_epi8(1));
       } else {
         code_sum[g] = kStarts ? w[g] : _mm512_add_epi8(code_sum[g], w[g]);
@@ -200,7 +200,7 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
   if constexpr (Act::kPlanes == 1) {
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
-      if constexpr (kFormat.bits < 8) {  // 8 codes of at most 31, or 4 of 63, were added in a byte
+      if constexpr (kFormat.code_bits() < 8) {  // 8 codes of at most 31, or 4 of 63, were added in a byte
         code_sum[g] = _mm512_dpbusd_epi32(repeat_word<kIsTight>(-4 * kQuads * kFormat.zero_point()),
                                           code_sum[g], repeat_word<kIsTight>(0x01010101));
       }

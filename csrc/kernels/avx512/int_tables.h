@@ -110,6 +110,23 @@ TELLIN_INLINE void make_scale_table(const float (&scale)[kRows], int32_t (&table
   }
 }
 
+// Whether tables may be made of the scales of two groups or one (see kLeastTableScale).
+template <QuantType T>
+TELLIN_INLINE bool can_make_tables([[maybe_unused]] const SumTables* tables, [[maybe_unused]] int count,
+                                   [[maybe_unused]] int num_groups) {
+  if constexpr (format_of(T).has_table()) {
+    for (int i = 0; i < count; ++i) {
+      for (int g = 0; g < num_groups; ++g) {
+        const __m512 d = _mm512_abs_ps(_mm512_load_ps(tables[i].scale[g]));
+        const __mmask16 fits = _mm512_cmp_ps_mask(d, _mm512_set1_ps(kLeastTableScale), _CMP_GE_OQ) &
+                               _mm512_cmp_ps_mask(d, _mm512_set1_ps(kLargestTableScale), _CMP_LE_OQ);
+        if (fits != 0xffff) return false;
+      }
+    }
+  }
+  return true;
+}
+
 // What the integer sums of a block or half (pair 0: block; 1, 2: halves) start with: the terms of the
 // activations' zero and of the codes' zero point.
 template <QuantType T, int kGroups, int kTokens>

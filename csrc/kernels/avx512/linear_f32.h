@@ -24,10 +24,10 @@ constexpr int kFloatTokens = 192;  // tokens that share a pass over the weights
 constexpr int kStoredBytes = 8192;
 constexpr int kAheadBytes = 4096;
 
-template <int kBits, int kQuad>
+template <QuantType T, int kQuad>
 TELLIN_INLINE void expand_quad(const uint8_t* codes, __m512i zero, __m512 scale, __m512 minimum, bool has_min,
                                float* panel, int stride) {
-  const __m512i quad = load_quad<kBits, kQuad>(codes);
+  const __m512i quad = load_quad<T, kQuad>(codes);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const __m512i code = _mm512_and_si512(_mm512_srli_epi32(quad, 8 * i), _mm512_set1_epi32(255));
@@ -44,8 +44,8 @@ TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows
   if constexpr (kQuad < 8) {
     constexpr int kSum = kFormat.per16() ? kQuad / 4 : 0;
     const __m512 low = kFormat.has_min ? _mm512_load_ps(minimum[kSum]) : _mm512_setzero_ps();
-    expand_quad<kFormat.bits, kQuad>(codes, _mm512_set1_epi32(kFormat.zero_point()),
-                                     _mm512_load_ps(scale[kSum]), low, kFormat.has_min, panel, stride);
+    expand_quad<T, kQuad>(codes, _mm512_set1_epi32(kFormat.zero_point()), _mm512_load_ps(scale[kSum]), low,
+                          kFormat.has_min, panel, stride);
     expand_quads<T, kQuad + 1>(codes, scale, minimum, panel, stride);
   }
 }

@@ -279,7 +279,7 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
   const uint8_t* const group = p.w.data + g0 * group_bytes;
   // Tiles are of `least` tokens or, the last `num_greater` of them, of one more.
   const int least = tokens / num_tiles, num_greater = tokens % num_tiles;
-  const Tiles run = tiles_of<T, Act, kGroups>(num_tiles, least, has_tables);
+  Tiles run = tiles_of<T, Act, kGroups>(num_tiles, least, has_tables);
   const int64_t last_rows = p.w.n - (g0 + kGroups - 1) * kRows;
   const auto last_mask = static_cast<__mmask16>(last_rows >= kRows ? 0xffff : (1 << last_rows) - 1);
   float* const out = p.out + m0 * p.ldo + g0 * kRows;
@@ -297,6 +297,12 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
         const int first = s * kFormat.blocks() * kSums;
         expand_scales<T>(tile.codes + g * group_bytes + s * kFormat.super_bytes(),
                          sizeof(SumTables) / sizeof(float), tables[first].scale[g], tables[first].minimum[g]);
+      }
+    }
+    if constexpr (Act::kPlanes == 1 && kFormat.has_table()) {
+      if (has_tables) {
+        run = tiles_of<T, Act, kGroups>(num_tiles, least,
+                                        can_make_tables<T>(tables, chunk * kFormat.blocks(), kGroups));
       }
     }
     const int64_t next = s0 + ahead_supers;

@@ -21,7 +21,7 @@ TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows
   if constexpr (kQuad < 8) {
     constexpr int kSum = kFormat.per16() ? kQuad / 4 : 0;
     for (int i = 0; i < kQuarters; ++i) {
-      const int32x4_t quad = vreinterpretq_s32_s8(load_quad<kFormat.bits, kQuad>(codes + kQuarterBytes * i));
+      const int32x4_t quad = vreinterpretq_s32_s8(load_quad<T, kQuad>(codes + kQuarterBytes * i));
       const float32x4_t s = vld1q_f32(scale[kSum] + kQuarterRows * i);
 #pragma GCC unroll 4
       for (int f = 0; f < 4; ++f) {

@@ -176,14 +176,14 @@ __attribute__((noinline)) void run_tile(const Chunk& chunk, const uint8_t* prefe
 }
 
 // Unpacks quads [kQuad, 8) of quarter i and adds up their codes: sum of each half.
-template <int kBits, int kQuad>
+template <QuantType T, int kQuad>
 TELLIN_INLINE void unpack_quads(const uint8_t* block, int i, int8_t (*codes)[kVectorBytes],
                                 int32x4_t (&sum)[2]) {
   if constexpr (kQuad < 8) {
-    const int8x16_t quad = load_quad<kBits, kQuad>(block + kQuarterBytes * i);
+    const int8x16_t quad = load_quad<T, kQuad>(block + kQuarterBytes * i);
     vst1q_s8(codes[kQuad] + kQuarterBytes * i, quad);
     sum[kQuad / 4] = vdotq_s32(sum[kQuad / 4], quad, vdupq_n_s8(1));
-    unpack_quads<kBits, kQuad + 1>(block, i, codes, sum);
+    unpack_quads<T, kQuad + 1>(block, i, codes, sum);
   }
 }
 
@@ -200,7 +200,7 @@ void unpack_chunk(const uint8_t* w, int num_supers, Chunk* chunk) {
       for (int i = 0; i < kQuarters; ++i) {
         const int32x4_t start = vdupq_n_s32(-16 * quad_zero_point<T>());
         int32x4_t sum[2] = {start, start};
-        unpack_quads<kFormat.bits, 0>(block, i, chunk->codes[first + b], sum);
+        unpack_quads<T, 0>(block, i, chunk->codes[first + b], sum);
         if (kSums == 2) {
           vst1q_s32(code_sum[0] + kQuarterRows * i, sum[0]);
           vst1q_s32(code_sum[1] + kQuarterRows * i, sum[1]);

@@ -44,8 +44,9 @@ struct Block {
   float minimum[2][kRows];
 };
 
-template <int kBits>
+template <QuantType T>
 void unpack_codes(const uint8_t* p, Block* out) {
+  constexpr int kBits = format_of(T).bits;
   for (int j = 0; j < 8; ++j) {
     for (int i = 0; i < kVectorBytes; ++i) {
       int code = 0;
@@ -59,7 +60,7 @@ void unpack_codes(const uint8_t* p, Block* out) {
         if (kBits == 5) code |= ((p[kVectorBytes * 4 + i] >> j) & 1) << 4;
         if (kBits == 6) code |= ((p[kVectorBytes * (4 + j / 4) + i] >> (2 * (j % 4))) & 3) << 4;
       }
-      out->codes[j][i] = static_cast<uint8_t>(code);
+      out->codes[j][i] = format_of(T).has_table() ? format_of(T).code(code) : static_cast<uint8_t>(code);
     }
   }
 }
@@ -79,6 +80,13 @@ void unpack_scales(const uint8_t* header, int b, Block* out) {
         const int low = h->low[b][r], high = h->high[b % 4][r] >> (b / 4 * 4);
         scale = half_to_float(h->d[r]) * static_cast<float>((low & 15) | (high & 3) << 4);
         minimum = -(half_to_float(h->dmin[r]) * static_cast<float>(low >> 4 | (high >> 2 & 3) << 4));
+      } else if constexpr (kFormat.scales == ScaleKind::kSignedSixBit32) {
+        const auto* h = reinterpret_cast<const SignedSixBitHeader*>(header);
+        const int low = h->low[b % 4][r] >> (b / 4 * 4) & 15, high = h->high[b % 2][r] >> (b / 2 * 2) & 3;
+        scale = half_to_float(h->d[r]) * static_cast<float>((low | high << 4) - 32);
+      } else if constexpr (kFormat.scales == ScaleKind::kExponent32) {
+        const uint32_t e = header[kRows * b + r], bits = e < 2 ? 0x00200000u << e : (e - 1) << 23;
+        std::memcpy(&scale, &bits, sizeof scale);
       } else if constexpr (kFormat.scales == ScaleKind::kInt8Per16) {
         const auto* h = reinterpret_cast<const Int8Per16Header*>(header);
         scale = h->d[r] * static_cast<float>(h->scale[2 * b + half][r]);
@@ -97,7 +105,7 @@ void unpack_scales(const uint8_t* header, int b, Block* out) {
 template <QuantType T>
 void unpack_block(const uint8_t* super_block, int b, Block* out) {
   constexpr PackedFormat kFormat = format_of(T);
-  unpack_codes<kFormat.bits>(super_block + kFormat.header_bytes() + b * kFormat.block_bytes(), out);
+  unpack_codes<T>(super_block + kFormat.header_bytes() + b * kFormat.block_bytes(), out);
   unpack_scales<T>(super_block, b, out);
 }
 
@@ -371,6 +379,9 @@ void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, i
     TELLIN_CASE(Q4_K)
     TELLIN_CASE(Q5_K)
     TELLIN_CASE(Q6_K)
+    TELLIN_CASE(IQ4_NL)
+    TELLIN_CASE(IQ4_XS)
+    TELLIN_CASE(MXFP4)
 #undef TELLIN_CASE
     default:
       return;  // float weights have no integer path (packed_group_bytes is 0)
@@ -396,6 +407,9 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
     TELLIN_CASE(Q4_K)
     TELLIN_CASE(Q5_K)
     TELLIN_CASE(Q6_K)
+    TELLIN_CASE(IQ4_NL)
+    TELLIN_CASE(IQ4_XS)
+    TELLIN_CASE(MXFP4)
 #undef TELLIN_CASE
   }
 }

@@ -4,7 +4,8 @@ Owns the value formulas of the storage types; kernels unpack the same values in 
 and are tested against this module. The order of the float32 operations in each formula is part of
 the format: values are bitwise those of the reference writer's reader.
 
-Source of all block layouts: the GGUF specification's quantisation types. Every block holds
+Source of all block layouts: the GGUF specification's quantisation types; of MXFP4's values: OCP
+Microscaling Formats (MX) v1.0. Every block holds
 ``block_size`` consecutive elements of a row; "d" and "m" are float16 scale and minimum; K types
 are 256 elements in sub-blocks that have small integer scales of their own.
 """
@@ -201,6 +202,38 @@ def _q6_k(blocks: Bytes) -> Floats:
     return (scale[:, :, None] * q.reshape(-1, 16, 16).astype(np.float32)).reshape(-1, 256)
 
 
+_IQ4_LEVELS = np.array(
+    [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32
+)
+_E2M1_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=np.float32)
+"""Twice the values of the 4-bit floats of MXFP4, by sign, exponent and mantissa bits."""
+
+
+def _iq4_nl(blocks: Bytes) -> Floats:
+    """d (2), 16 bytes of nibbles: ``d * level[q]``."""
+    return _half(blocks, 0) * _IQ4_LEVELS[_nibbles(blocks[:, 2:18])]
+
+
+def _iq4_xs(blocks: Bytes) -> Floats:
+    """d (2), 2 bytes of upper 2 bits and 4 bytes of low nibbles of 8 scales, 128 bytes of nibbles:
+    ``d * (scale - 32) * level[q]`` in 8 sub-blocks of 32.
+
+    Each 16 bytes of nibbles hold a sub-block: low halves, then high halves. Of scale j the nibble
+    is nibble j, low ones first, and the upper bits are bits ``[2j, 2j + 2)``.
+    """
+    upper = blocks[:, 2:4].copy().view(np.uint16) >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
+    scales = (low | (upper << 4)).astype(np.float32) - 32
+    levels = _IQ4_LEVELS[_nibbles(blocks[:, 8:136].reshape(-1, 8, 16))]
+    return ((_half(blocks, 0) * scales)[:, :, None] * levels).reshape(-1, 256)
+
+
+def _mxfp4(blocks: Bytes) -> Floats:
+    """e (1), 16 bytes of nibbles, each a float of 4 bits: ``2**(e - 127) * value[q]``."""
+    half_scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    return half_scale * _E2M1_LEVELS[_nibbles(blocks[:, 1:17])]
+
+
 _FUNCTIONS: dict[QuantType, Callable[[Bytes], Floats]] = {
     QuantType.F32: _f32,
     QuantType.F16: _f16,
@@ -215,4 +248,7 @@ _FUNCTIONS: dict[QuantType, Callable[[Bytes], Floats]] = {
     QuantType.Q4_K: _q4_k,
     QuantType.Q5_K: _q5_k,
     QuantType.Q6_K: _q6_k,
+    QuantType.IQ4_NL: _iq4_nl,
+    QuantType.IQ4_XS: _iq4_xs,
+    QuantType.MXFP4: _mxfp4,
 }

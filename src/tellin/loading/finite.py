@@ -25,8 +25,14 @@ _SCALES: dict[QuantType, tuple[int, ...]] = {
     QuantType.Q4_K: (0, 2),
     QuantType.Q5_K: (0, 2),
     QuantType.Q6_K: (208,),
+    QuantType.IQ4_NL: (0,),
+    QuantType.IQ4_XS: (0,),
 }
 """Byte offsets of a block's float16 scale and minimum. Source: ggml block layouts."""
+
+
+_GREATEST_EXPONENT = 252
+"""Of MXFP4: the greatest value of a block, ``6 * 2**(e - 127)``, is then a float32 (255: NaN)."""
 
 
 def is_finite(tensor: TensorRef) -> bool:
@@ -46,6 +52,8 @@ def _is_chunk_finite(quant_type: QuantType, data: npt.NDArray[np.uint8]) -> bool
     if quant_type is QuantType.F16:
         return _are_halves_finite(data.view("<u2"))
     blocks = data.reshape(-1, quant_type.block_bytes)
+    if quant_type is QuantType.MXFP4:
+        return bool((blocks[:, 0] <= _GREATEST_EXPONENT).all())
     return all(
         _are_halves_finite(blocks[:, offset : offset + 2].copy().view("<u2"))
         for offset in _SCALES[quant_type]

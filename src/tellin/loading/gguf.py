@@ -63,10 +63,8 @@ _OTHER_TENSOR_TYPES: Mapping[int, str] = {
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",
@@ -75,7 +73,6 @@ _OTHER_TENSOR_TYPES: Mapping[int, str] = {
     29: "IQ1_M",
     34: "TQ1_0",
     35: "TQ2_0",
-    39: "MXFP4",
 }
 """Valid tensor types that tellin has no kernels for."""
 

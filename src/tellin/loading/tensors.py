@@ -29,7 +29,10 @@ class QuantType(enum.IntEnum):
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ4_NL = 20
+    IQ4_XS = 23
     BF16 = 30
+    MXFP4 = 39
 
     @property
     def block_size(self) -> int:
@@ -56,6 +59,9 @@ BLOCK_SIZES: Mapping[QuantType, tuple[int, int]] = {
     QuantType.Q4_K: (256, 144),
     QuantType.Q5_K: (256, 176),
     QuantType.Q6_K: (256, 210),
+    QuantType.IQ4_NL: (32, 18),
+    QuantType.IQ4_XS: (256, 136),
+    QuantType.MXFP4: (32, 17),
 }
 
 

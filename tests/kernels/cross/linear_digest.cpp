@@ -20,13 +20,14 @@ struct Type {
   int scales[2];  // offsets of float16 scales in a block, -1: none
 };
 constexpr Type kTypes[] = {
-    {"F32", QuantType::F32, 1, 4, {-1, -1}},       {"F16", QuantType::F16, 1, 2, {-1, -1}},
-    {"BF16", QuantType::BF16, 1, 2, {-1, -1}},     {"Q4_0", QuantType::Q4_0, 32, 18, {0, -1}},
-    {"Q4_1", QuantType::Q4_1, 32, 20, {0, 2}},     {"Q5_0", QuantType::Q5_0, 32, 22, {0, -1}},
-    {"Q5_1", QuantType::Q5_1, 32, 24, {0, 2}},     {"Q8_0", QuantType::Q8_0, 32, 34, {0, -1}},
-    {"Q2_K", QuantType::Q2_K, 256, 84, {80, 82}},  {"Q3_K", QuantType::Q3_K, 256, 110, {108, -1}},
-    {"Q4_K", QuantType::Q4_K, 256, 144, {0, 2}},   {"Q5_K", QuantType::Q5_K, 256, 176, {0, 2}},
-    {"Q6_K", QuantType::Q6_K, 256, 210, {208, -1}}};
+    {"F32", QuantType::F32, 1, 4, {-1, -1}},          {"F16", QuantType::F16, 1, 2, {-1, -1}},
+    {"BF16", QuantType::BF16, 1, 2, {-1, -1}},        {"Q4_0", QuantType::Q4_0, 32, 18, {0, -1}},
+    {"Q4_1", QuantType::Q4_1, 32, 20, {0, 2}},        {"Q5_0", QuantType::Q5_0, 32, 22, {0, -1}},
+    {"Q5_1", QuantType::Q5_1, 32, 24, {0, 2}},        {"Q8_0", QuantType::Q8_0, 32, 34, {0, -1}},
+    {"Q2_K", QuantType::Q2_K, 256, 84, {80, 82}},     {"Q3_K", QuantType::Q3_K, 256, 110, {108, -1}},
+    {"Q4_K", QuantType::Q4_K, 256, 144, {0, 2}},      {"Q5_K", QuantType::Q5_K, 256, 176, {0, 2}},
+    {"Q6_K", QuantType::Q6_K, 256, 210, {208, -1}},   {"IQ4_NL", QuantType::IQ4_NL, 32, 18, {0, -1}},
+    {"IQ4_XS", QuantType::IQ4_XS, 256, 136, {0, -1}}, {"MXFP4", QuantType::MXFP4, 32, 17, {-1, -1}}};
 
 constexpr int64_t kTokens = 13, kRowsOut = 70;
 
@@ -50,6 +51,7 @@ std::vector<uint8_t> random_tensor(const Type& type, int64_t k) {
       if (offset >= 0)
         block[offset + 1] = static_cast<uint8_t>(0x20 | (block[offset + 1] & 0x83));  // about 0.01
     }
+    if (type.type == QuantType::MXFP4) block[0] = static_cast<uint8_t>(118 + block[0] % 4);
     if (type.elements > 1) continue;
     const float value = random_float();
     uint32_t bits;
