@@ -189,6 +189,28 @@ def _q6_k(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
     _put_half(blocks, 208, sigma / (74.0 * 18.5))
 
 
+_IQ4_DEVIATION = 67.4
+"""Of equally likely levels, whose mean is -5.9."""
+
+
+def _iq4_nl(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
+    _put_half(blocks, 0, sigma / _IQ4_DEVIATION * _random_signs(blocks))
+
+
+def _iq4_xs(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
+    # Scales are 6-bit values less 32: all bits random is centred already.
+    _put_half(blocks, 0, sigma / (_IQ4_DEVIATION * 18.5))
+
+
+def _mxfp4(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
+    # Twice the values of 4 bits have a deviation of 5.85.
+    blocks[:, 0] = 128 + np.rint(np.log2(sigma / 5.85)).astype(np.int32)
+
+
+def _random_signs(blocks: Bytes) -> npt.NDArray[np.float32]:
+    return np.where(blocks[:, 0] & 1, np.float32(-1), np.float32(1))
+
+
 _SCALERS: dict[QuantType, Callable[[Bytes, npt.NDArray[np.float32]], None]] = {
     QuantType.Q4_0: _legacy(16, False),
     QuantType.Q4_1: _legacy(16, True),
@@ -200,6 +222,9 @@ _SCALERS: dict[QuantType, Callable[[Bytes, npt.NDArray[np.float32]], None]] = {
     QuantType.Q4_K: _k_with_minimum(16, 0, 4),
     QuantType.Q5_K: _k_with_minimum(32, 0, 4),
     QuantType.Q6_K: _q6_k,
+    QuantType.IQ4_NL: _iq4_nl,
+    QuantType.IQ4_XS: _iq4_xs,
+    QuantType.MXFP4: _mxfp4,
 }
 
 

@@ -19,12 +19,14 @@ struct Type {
   QuantType type;
   bool is_float;
 };
-constexpr Type kTypes[] = {
-    {"F32", QuantType::F32, true},    {"F16", QuantType::F16, true},    {"BF16", QuantType::BF16, true},
-    {"Q4_0", QuantType::Q4_0, false}, {"Q4_1", QuantType::Q4_1, false}, {"Q5_0", QuantType::Q5_0, false},
-    {"Q5_1", QuantType::Q5_1, false}, {"Q8_0", QuantType::Q8_0, false}, {"Q2_K", QuantType::Q2_K, false},
-    {"Q3_K", QuantType::Q3_K, false}, {"Q4_K", QuantType::Q4_K, false}, {"Q5_K", QuantType::Q5_K, false},
-    {"Q6_K", QuantType::Q6_K, false}};
+constexpr Type kTypes[] = {{"F32", QuantType::F32, true},        {"F16", QuantType::F16, true},
+                           {"BF16", QuantType::BF16, true},      {"Q4_0", QuantType::Q4_0, false},
+                           {"Q4_1", QuantType::Q4_1, false},     {"Q5_0", QuantType::Q5_0, false},
+                           {"Q5_1", QuantType::Q5_1, false},     {"Q8_0", QuantType::Q8_0, false},
+                           {"Q2_K", QuantType::Q2_K, false},     {"Q3_K", QuantType::Q3_K, false},
+                           {"Q4_K", QuantType::Q4_K, false},     {"Q5_K", QuantType::Q5_K, false},
+                           {"Q6_K", QuantType::Q6_K, false},     {"IQ4_NL", QuantType::IQ4_NL, false},
+                           {"IQ4_XS", QuantType::IQ4_XS, false}, {"MXFP4", QuantType::MXFP4, false}};
 struct Precision {
   const char* name;
   ActPrecision precision;
