@@ -225,12 +225,13 @@ def _iq4_xs(blocks: Bytes) -> Floats:
     low = np.stack([blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4], axis=-1).reshape(-1, 8)
     scales = (low | (upper << 4)).astype(np.float32) - 32
     levels = _IQ4_LEVELS[_nibbles(blocks[:, 8:136].reshape(-1, 8, 16))]
-    return ((_half(blocks, 0) * scales)[:, :, None] * levels).reshape(-1, 256)
+    values: Floats = (_half(blocks, 0) * scales)[:, :, None] * levels
+    return values.reshape(-1, 256)
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
     """e (1), 16 bytes of nibbles, each a float of 4 bits: ``2**(e - 127) * value[q]``."""
-    half_scale = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
+    half_scale: Floats = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128)
     return half_scale * _E2M1_LEVELS[_nibbles(blocks[:, 1:17])]
 
 
