@@ -222,6 +222,31 @@ def test_files_of_one_folder_can_be_allowed(smolvlm: Path, tmp_path: Path, llm: 
     assert len(output.prompt_token_ids or ()) > 64
 
 
+@pytest.mark.parametrize("max_bytes", [0, 70_000, 300_000])
+def test_a_long_list_is_prepared_as_it_is_computed(
+    llm: LLM, alone: list[Any], max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pixels of all its images need not fit into memory together."""
+    monkeypatch.setattr("tellin.entrypoints.offline_runner.MAX_IMAGE_BYTES", max_bytes)
+    most = 0
+    core: Any = llm.llm_engine.engine_core
+    add = core.add_request
+
+    def add_request(request: Any) -> None:
+        nonlocal most
+        add(request)
+        live = core.engine_core.scheduler.requests.values()
+        most = max(most, sum(f.data.nbytes for r in live for f in r.mm_features))
+
+    monkeypatch.setattr(core, "add_request", add_request)
+    assert results(llm.generate(PROMPTS * 2, PARAMS * 2)) == alone * 2
+    largest = 2 * 17 * 16 * 48 * 4
+    assert 0 < most <= max_bytes + largest
+    outputs = llm.generate([*PROMPTS, {"prompt": "<image>"} | {"multi_modal_data": {"image": 5}}],
+                           SamplingParams(max_tokens=1), on_error="return")  # fmt: skip
+    assert [output.error is None for output in outputs] == [True] * len(PROMPTS) + [False]
+
+
 def test_llava(tmp_path: Path) -> None:
     path = write_llava(tmp_path / "llava")
     prompts = [

@@ -21,6 +21,9 @@ from tellin.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput
 from tellin.protocol import LoRARequest
 from tellin.sampling_params import PoolingParams, SamplingParams
 
+MAX_IMAGE_BYTES = 1 << 30
+"""Pixels of unfinished requests of one call, before more prompts are prepared."""
+
 OnError = Literal["raise", "return"]
 Params = SamplingParams | PoolingParams
 LoRAPerPrompt = LoRARequest | Sequence[LoRARequest | None] | None
@@ -73,7 +76,7 @@ class OfflineRunner:
         items = [Item(prompt) for prompt in prompts]
         inbox = Inbox()
         try:
-            self.submit(items, render, params, options, inbox)
+            self.submit(items, render, params, options, inbox, MAX_IMAGE_BYTES)
             return self.collect(items, inbox, options)
         except BaseException:  # Ctrl-C may also come between the two
             self._abort(inbox, set())
@@ -86,8 +89,13 @@ class OfflineRunner:
         params: Sequence[Params],
         options: RunOptions,
         inbox: Inbox,
+        max_image_bytes: int | None = None,
     ) -> None:
         """Render and add each prompt before the next. All, or (with ``raise``) nothing is added.
+
+        Args:
+            max_image_bytes: once unfinished requests hold more pixels, the engine runs until some
+                have ended: the images of a long list need not fit into memory together.
 
         Raises:
             RequestError: a prompt or parameter is not acceptable.
@@ -96,19 +104,26 @@ class OfflineRunner:
         priorities = one_per_prompt("priority", options.priority or 0, len(items))
         jobs = zip(items, params, loras, priorities, strict=True)
         earlier = set(inbox.handles)
+        images = _ImageBytes(max_image_bytes)
         try:
             for item, param, lora, priority in rendering(jobs, len(items), options.use_tqdm):
                 item.params = param
                 try:
-                    item.handle = self.add(render(item.prompt), param, lora, priority, inbox)
+                    rendered = render(item.prompt)
+                    item.handle = self.add(rendered, param, lora, priority, inbox)
+                    images.add(item.handle, rendered)
                 except TellinError as error:
                     if options.on_error == "raise":
                         raise
                     request_id = str(next(self._request_counter))
                     item.output = _error_output(item, request_id, error, "error")
+                while images.are_too_many(inbox):
+                    self.driver.wait(inbox)
+                    images.set_aside(inbox)
         except BaseException:
             self._abort(inbox, earlier)
             raise
+        images.put_back(inbox)
 
     def add(
         self,
@@ -173,6 +188,41 @@ class OfflineRunner:
     def _abort(self, inbox: Inbox, spared: set[str]) -> None:
         """End what goes to ``inbox``, except for some external ids."""
         self.driver.abort([h for name, h in list(inbox.handles.items()) if name not in spared])
+
+
+class _ImageBytes:
+    """Pixels that the requests of a call hold, and the outputs that came while it went on."""
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._sizes: dict[str, int] = {}
+        self._outputs: list[Output] = []
+        self._lost: list[str] = []
+
+    def add(self, handle: RequestHandle, prompt: RenderedPrompt) -> None:
+        items = (prompt.get("mm_items") or {}).values()
+        size = sum(getattr(data, "nbytes", 0) for item in items for data in item["data"])
+        if size:
+            self._sizes[handle.external_id] = size
+
+    def are_too_many(self, inbox: Inbox) -> bool:
+        """Whether requests must end before more are added."""
+        if self._limit is None or not self._sizes:
+            return False
+        self._sizes = {i: size for i, size in self._sizes.items() if i in inbox.handles}
+        return sum(self._sizes.values()) > self._limit
+
+    def set_aside(self, inbox: Inbox) -> None:
+        """Take the outputs out, so that the inbox can wait for more."""
+        while inbox.outputs:
+            self._outputs.append(inbox.outputs.popleft())
+        while inbox.lost:
+            self._lost.append(inbox.lost.popleft())
+
+    def put_back(self, inbox: Inbox) -> None:
+        """The outputs, in their order."""
+        inbox.outputs.extendleft(reversed(self._outputs))
+        inbox.lost.extendleft(reversed(self._lost))
 
 
 def one_per_prompt(name: str, given: Any, num_prompts: int) -> list[Any]:
