@@ -214,6 +214,9 @@ class MultiModalConfig:
     """Folder whose files ``file:`` URLs may name; None = no such URL is read."""
     mmproj: Path | None = None
     """File that holds the encoder of a GGUF model; None = where the model is."""
+    max_rows_per_step: int | None = None
+    """Most rows of items that one step computes; a part of an item (a tile) always is; None = no
+    limit."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor in the place of the model's."""
 

@@ -45,8 +45,9 @@ def prompt_of(*parts: Any) -> tuple[list[int], list[MultiModalFeature]]:
     return ids, features
 
 
-def driver(cache: int = 16, item: int = 8, **config: Any) -> Driver:
-    return Driver(multimodal_config=MultiModalConfig({"image": 9}, item, cache), **config)
+def driver(cache: int = 16, item: int = 8, rows: int | None = None, **config: Any) -> Driver:
+    multimodal = MultiModalConfig({"image": 9}, item, cache, max_rows_per_step=rows)
+    return Driver(multimodal_config=multimodal, **config)
 
 
 def add(made: Driver, request_id: str, *parts: Any, **kwargs: Any) -> None:
@@ -162,6 +163,33 @@ def test_a_step_encodes_no_more_than_the_largest_item_has() -> None:
     add(made, "a", 1, ("x", 5), ("y", 5), 1)
     add(made, "b", 1, ("z", 3), 1)
     assert made.step() == {"a": 6, "b": 5}
+    made.run()
+    made.check_lone("a", 4)
+    made.check_lone("b", 4)
+
+
+def test_a_step_computes_few_parts_of_images() -> None:
+    """An image of four parts takes four steps, and a decode gets its token in each of them."""
+    made = driver(cache=32, item=16, rows=4)
+    add(made, "decodes", 3, max_tokens=20)
+    made.step()
+    runs = [(0, 4), (5, 4), (10, 4), (15, 4)]
+    ids = [100, *[PLACEHOLDER] * 19, 101, 102]
+    made.add("a", ids, mm_features=[image("x", 1, 19, embed_runs=runs)])
+    steps = [made.step() for _ in range(5)]
+    assert [step.get("a") for step in steps] == [6, 5, 5, 6, 1]
+    assert all(step["decodes"] == 1 for step in steps)
+    made.run()
+    made.check_lone("a", 4)
+    made.check_lone("decodes", 20)
+    assert made.executor.num_encoded == 1
+
+
+def test_parts_of_several_requests_share_the_rows_of_a_step() -> None:
+    made = driver(cache=32, item=16, rows=4)
+    add(made, "a", 1, ("x", 3), 1)
+    add(made, "b", 2, ("y", 3), 1)
+    assert made.step() == {"a": 5, "b": 2}
     made.run()
     made.check_lone("a", 4)
     made.check_lone("b", 4)
@@ -308,6 +336,7 @@ def test_promise_1_whatever_else_happens_every_request_reads_its_own_images(
     """Random prompts, budgets, pools, aborts and resets; invariants are checked in every step."""
     made = driver(
         cache=data.draw(st.integers(8, 24), "cache"),
+        rows=data.draw(st.sampled_from([None, 1, 4, 8]), "rows of a step"),
         max_num_batched_tokens=data.draw(st.integers(8, 32), "budget"),
         num_kv_blocks=data.draw(st.integers(18, 40), "blocks"),
         max_num_seqs=data.draw(st.integers(1, 5), "seqs"),

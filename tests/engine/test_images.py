@@ -39,6 +39,7 @@ class FakeProcessor:
 
     placeholder = "<image>"
     placeholder_token_id = IMAGE_TOKEN_ID
+    tokens_per_tile = 16
     max_tokens_per_image = 16
 
     def __init__(self) -> None:

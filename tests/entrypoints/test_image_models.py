@@ -12,6 +12,7 @@ from PIL import Image
 
 from tellin import LLM, SamplingParams
 from tellin.exceptions import InvalidParameterError, InvalidTypeError
+from tellin.worker.image_encoder import ImageEncoder
 from tests.loading.test_images import picture
 from tests.loading.test_vision_gguf import write_pair
 from tests.models.vision import IMAGE_TOKEN_ID, write_llava, write_smolvlm
@@ -51,6 +52,22 @@ def test_images_through_the_whole_engine(tmp_path: Path, name: str) -> None:
     chunked = engine(path, max_num_batched_tokens=32, max_num_seqs=4, enable_prefix_caching=False)
     outputs = chunked.generate(prompts, PARAMS)
     assert [output.outputs[0].token_ids for output in outputs] == alone
+
+
+def test_a_step_encodes_one_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that others' decodes do not wait for all tiles of somebody's picture."""
+    sizes: list[int] = []
+    encode = ImageEncoder.encode
+
+    def counted(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+        sizes.append(len(pixels))
+        return encode(self, pixels)
+
+    monkeypatch.setattr(ImageEncoder, "encode", counted)
+    llm = engine(write_smolvlm(tmp_path))
+    llm.generate([prompt("<image>", picture(64, 64)), "text", prompt("<image>", picture(9, 64))])
+    assert max(sizes) == 1
+    assert len(sizes) == 17 + 5
 
 
 def test_mm_processor_kwargs(tmp_path: Path) -> None:

@@ -128,6 +128,30 @@ def test_chunks_within_a_picture(worker: Worker, chunk: int) -> None:
     assert d.outputs["x"][:6] == expected
 
 
+def test_a_tile_is_encoded_when_it_is_due(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once each, and not before; those before a prefix-cache hit's end never."""
+    assert worker.runner.images is not None
+    encoder = worker.runner.images.encoder
+    assert encoder is not None
+    encode, sizes = encoder.encode, []
+
+    def counted(pixels: np.ndarray) -> np.ndarray:
+        sizes.append(len(pixels))
+        return encode(pixels)
+
+    monkeypatch.setattr(encoder, "encode", counted)
+    d = ImageDriver(worker)
+    d.add_images("x", "a")
+    d.step({"x": 4})
+    assert sizes == []
+    d.step({"x": 3})
+    assert sizes == [1]
+    d.step({"x": 3})
+    assert sizes == [1, 1]
+    d.run(2)
+    assert sizes == [1, 1]
+
+
 def test_several_requests_in_a_step(worker: Worker) -> None:
     """One with two pictures, one that shares one of them, one without, and one that joins."""
     expected = {names: alone(worker, *names) for names in (("a", "b"), ("b",), (), ("c",))}
@@ -192,7 +216,7 @@ def test_a_picture_that_was_not_encoded(worker: Worker) -> None:
     d.add_images("y", "b")
     d.encoded = {"a"}
     output = d.step()
-    assert output.errors == {"x": "an image was not encoded before its use"}
+    assert "was not scheduled to be encoded before its use" in output.errors["x"]
 
 
 def test_a_picture_that_cannot_be_encoded(worker: Worker) -> None:
@@ -203,7 +227,7 @@ def test_a_picture_that_cannot_be_encoded(worker: Worker) -> None:
     d.add_images("y", "b")
     d.features["x"][0].data = np.zeros((1, 16, 48), np.float32)
     output = d.step()
-    assert "made 4 rows of it, but the prompt has 8 places" in output.errors["x"]
+    assert "makes 4 rows of it, but the prompt has 8 places" in output.errors["x"]
     assert d.outputs["y"] == expected
 
 

@@ -1,8 +1,10 @@
 """Which images a step encodes: fits a request's share of a step to the encoder's budget and cache.
 
-An item is encoded whole, in the step that first computes one of its positions, and its rows stay
-cached until the request is past them. An item that two requests share is encoded once. What does
-not fit cuts the share before the item; text never waits for room that it does not need.
+An item is scheduled whole, in the step that first computes one of its positions, and its rows stay
+cached until the request is past them. Workers encode its parts as their positions are computed, and
+a step computes few enough of them that the decodes of others need not wait for a whole item. An
+item that two requests share is encoded once. What does not fit cuts the share before it; text never
+waits for room that it does not need.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ class EncoderInputs:
         self.cache = EncoderCacheManager(config.encoder_cache_size if config else 0)
         # A step encodes no more than the largest item has: decodes wait for it.
         self.step_budget = min(config.max_tokens_per_item, self.cache.cache_size) if config else 0
+        self.rows_per_step = config.max_rows_per_step if config else None
         # Of the step that is planned or in flight: what it encodes, and tells the workers to drop.
         self._fresh: set[str] = set()
         self._freed: list[str] = []
@@ -50,6 +53,7 @@ class EncoderInputs:
 
     def begin_step(self, plan: StepPlan) -> None:
         plan.encoder_budget = self.step_budget
+        plan.num_encoder_rows = 0
         self._fresh.clear()
         self._freed = []
 
@@ -65,6 +69,7 @@ class EncoderInputs:
         `commit`, which must follow with what this returns, unless the request does not get its
         share (then `release_all` or a later step decides).
         """
+        num_tokens = self._fit_rows(request, start, num_tokens, plan)
         new_embeds = 0
         chosen: set[str] = set()
         for item in request.mm_features:
@@ -81,11 +86,25 @@ class EncoderInputs:
             chosen.add(item.identifier)
         return num_tokens
 
+    def _fit_rows(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> int:
+        """The share without the runs that go beyond the rows of a step; one run always fits."""
+        if self.rows_per_step is None:
+            return num_tokens
+        num_rows = plan.num_encoder_rows
+        for item in request.mm_features:
+            for position, _, count in item.embeds_in(start, start + num_tokens):
+                if num_rows and num_rows + count > self.rows_per_step:
+                    return position - start
+                num_rows += count
+        return num_tokens
+
     def commit(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> None:
         """Allocate what the positions ``[start, start + num_tokens)`` need and nobody encoded."""
         for index, item in enumerate(request.mm_features):
-            if not item.embeds_in(start, start + num_tokens):
+            runs = item.embeds_in(start, start + num_tokens)
+            if not runs:
                 continue
+            plan.num_encoder_rows += sum(count for _, _, count in runs)
             if self.cache.use(request, item.identifier):
                 continue
             if not self.cache.make_room(item.num_embeds):

@@ -25,6 +25,7 @@ class StepPlan:
         "encoder_inputs",
         "new",
         "num_admitted_tokens",
+        "num_encoder_rows",
         "num_scheduled_tokens",
         "num_total",
         "preempted_ids",
@@ -47,6 +48,7 @@ class StepPlan:
         self.copies: list[tuple[int, int]] = []
         self.preempted_ids: set[str] = set()
         self.encoder_budget = 0
+        self.num_encoder_rows = 0
         self.encoder_inputs: dict[str, list[int]] = {}
         self.prefills: list[Request] = []
         """Running requests that have more than their last known id to feed."""

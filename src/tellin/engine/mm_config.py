@@ -59,6 +59,7 @@ def multimodal_config(
         processor_cache_gb=cache_gb,
         allowed_local_media_path=folder,
         mmproj=mmproj,
+        max_rows_per_step=processor.tokens_per_tile if scheduler.enable_chunked_prefill else None,
         processor_kwargs=options,
     )
 

@@ -66,7 +66,7 @@ class CroppedImageProcessor:
             raise UnsupportedModelError(f"{settings.path}: do_center_crop false is not supported")
         self._table = PixelTable(settings, _MEAN, _STD)
         self.placeholder_token_id = hparams.image_token_id
-        self.max_tokens_per_image = hparams.embeds_per_tile(side)
+        self.tokens_per_tile = self.max_tokens_per_image = hparams.embeds_per_tile(side)
 
     def process(self, image: Image) -> ProcessedImage:
         """Scale, cut, normalise."""

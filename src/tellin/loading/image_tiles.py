@@ -57,11 +57,11 @@ class TiledImageProcessor:
                 f"must be a multiple of {hparams.group_side} and at most {hparams.table_side}"
             )
         self._table = PixelTable(settings, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-        self._tokens_per_tile = hparams.embeds_per_tile(side)
+        self.tokens_per_tile = hparams.embeds_per_tile(side)
         self.placeholder_token_id = hparams.image_token_id
         tiles = math.ceil(min(self._longest, _MAX_EDGE) / self._tile)
         num_tiles = tiles**2 + 1 if self._splits and tiles > 1 else 1
-        self.max_tokens_per_image = num_tiles * self._tokens_per_tile
+        self.max_tokens_per_image = num_tiles * self.tokens_per_tile
 
     def process(self, image: Image) -> ProcessedImage:
         """Scale, cut, normalise."""
@@ -81,7 +81,7 @@ class TiledImageProcessor:
         tiles.append(image.resize(square, resample))
         pixels = np.stack([self._patches(tile) for tile in tiles])
         prompt = self._prompt(rows, columns) if len(tiles) > 1 else self._mark(_WHOLE) + _AROUND
-        return ProcessedImage(pixels, prompt, len(tiles) * self._tokens_per_tile)
+        return ProcessedImage(pixels, prompt, len(tiles) * self.tokens_per_tile)
 
     def _cut(self, image: Image, row: int, column: int) -> Image:
         left, top = column * self._tile, row * self._tile
@@ -92,7 +92,7 @@ class TiledImageProcessor:
         return self._table.patches(values, self._hparams.patch_size, self._hparams.group_side)
 
     def _mark(self, name: str) -> str:
-        return _AROUND + name + self.placeholder * self._tokens_per_tile
+        return _AROUND + name + self.placeholder * self.tokens_per_tile
 
     def _prompt(self, rows: int, columns: int) -> str:
         lines = [

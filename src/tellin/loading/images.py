@@ -48,6 +48,8 @@ class ImageProcessor(Protocol):
     """What stands for one picture in a user's prompt."""
     placeholder_token_id: int
     """In an expanded prompt there is one for each embedding row."""
+    tokens_per_tile: int
+    """Embedding rows of each part of a picture that is encoded by itself."""
     max_tokens_per_image: int
     """Most embedding rows of one picture."""
 

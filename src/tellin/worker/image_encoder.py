@@ -7,6 +7,7 @@ same bits whatever is encoded with it.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,8 +63,28 @@ class ImageEncoder:
         Raises:
             EngineError: the pixels have another shape than this encoder takes.
         """
+        self.check(pixels)
+        positions = tile_positions(self.hparams, _side(pixels))
+        per_pass = max(1, _ROWS_PER_PASS // len(positions))
+        parts = [
+            self._encode(pixels[i : i + per_pass], positions)
+            for i in range(0, len(pixels), per_pass)
+        ]
+        width = self.hparams.text_hidden_size
+        return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
+
+    def rows_per_tile(self, pixels: Float32Array) -> int:
+        """Rows that `encode` makes of each tile."""
+        return self.hparams.embeds_per_tile(_side(pixels))
+
+    def check(self, pixels: Float32Array) -> None:
+        """Refuse pixels that `encode` cannot take.
+
+        Raises:
+            EngineError: they have another shape than this encoder takes.
+        """
         hp = self.hparams
-        side = int(np.sqrt(pixels.shape[1])) if pixels.ndim == 3 else 0
+        side = _side(pixels) if pixels.ndim == 3 else 0
         if pixels.ndim != 3 or pixels.shape[2] != hp.patch_dim or pixels.shape[1] != side**2:
             raise EngineError(
                 f"pixels have shape {pixels.shape}; the image encoder takes square tiles of "
@@ -74,14 +95,6 @@ class ImageEncoder:
                 f"tiles are {side} patches wide; the image encoder takes at most {hp.table_side}, "
                 f"in groups of {hp.group_side}"
             )
-        positions = tile_positions(hp, side)
-        per_pass = max(1, _ROWS_PER_PASS // len(positions))
-        parts = [
-            self._encode(pixels[i : i + per_pass], positions)
-            for i in range(0, len(pixels), per_pass)
-        ]
-        width = hp.text_hidden_size
-        return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
 
     def close(self) -> None:
         """Give the weights' memory back."""
@@ -103,6 +116,11 @@ class ImageEncoder:
         order = np.arange(count, dtype=np.int32)
         step = _given(groups, order, np.array([0, count], np.int32))
         return np.array(self._projector.forward(step))
+
+
+def _side(pixels: Float32Array) -> int:
+    """Patches on a side of a tile."""
+    return math.isqrt(pixels.shape[1])
 
 
 def tile_positions(hparams: VisionHParams, side: int) -> npt.NDArray[np.int32]:

@@ -1,18 +1,20 @@
 """`ImageInputs`: which rows of a step are pictures', and what the encoder made of them.
 
-Encoder outputs are kept by identifier from the step that encodes them until the scheduler frees
-them; it decides what is encoded when and what stays. A chunk takes the rows that fall into it, so a
-picture may be spread over several steps.
+The scheduler says from when to when a picture's rows are kept, by identifier. A chunk takes those
+that fall into it, so a picture may be spread over several steps; a tile is encoded when the first
+of its rows is needed, and tiles that a prefix-cache hit covers never are.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from tellin.exceptions import EngineError
 from tellin.protocol import MultiModalFeature
 from tellin.step_protocol import SchedulerOutput
 from tellin.worker.image_encoder import ImageEncoder
@@ -24,17 +26,26 @@ Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
 
+@dataclass
+class _Output:
+    """What is known of a picture's rows, ``[num_embeds, hidden_size]``: those of ``done`` tiles."""
+
+    rows: Float32Array
+    rows_per_tile: int
+    done: list[bool]
+
+
 class ImageInputs:
     """Encoder outputs of live pictures."""
 
     def __init__(self, encoder: ImageEncoder) -> None:
         self.encoder: ImageEncoder | None = encoder
-        self._outputs: dict[str, Float32Array] = {}
+        self._outputs: dict[str, _Output] = {}
 
     def apply(self, step: SchedulerOutput, states: Mapping[str, RequestState]) -> None:
-        """Drop what the step frees, then encode what it lists.
+        """Drop what the step frees, then make room for what it lists.
 
-        A picture that cannot be encoded is its request's error.
+        A picture that does not fit its places is its request's error.
         """
         for identifier in step.free_encoder_mm_hashes:
             self._outputs.pop(identifier, None)
@@ -43,10 +54,9 @@ class ImageInputs:
             for index in indices:
                 feature = state.mm_features[index]
                 try:
-                    self._outputs[feature.identifier] = self._encode(feature)
-                except Exception as error:
-                    logger.exception("an image of request %s could not be encoded", req_id)
-                    state.error = f"image {index} of the prompt could not be encoded: {error}"
+                    self._outputs[feature.identifier] = self._new(feature)
+                except (EngineError, ValueError) as error:
+                    state.error = f"image {index} of the prompt cannot be encoded: {error}"
 
     def gather(
         self, states: Sequence[RequestState], computed: Int32Array, counts: Int32Array
@@ -67,11 +77,13 @@ class ImageInputs:
         for state, first, count in zip(states, computed.tolist(), counts.tolist(), strict=True):
             for feature in state.mm_features:
                 for position, row, length in feature.embeds_in(first, first + count):
-                    output = self._outputs.get(feature.identifier)
-                    if output is None:
-                        state.error = state.error or "an image was not encoded before its use"
+                    try:
+                        values.append(self._rows(feature, row, row + length))
+                    except Exception as error:
+                        if state.error is None:
+                            logger.exception("an image of request %s failed", state.req_id)
+                            state.error = f"an image of the prompt could not be encoded: {error}"
                         continue
-                    values.append(output[row : row + length])
                     at = start + position - first
                     rows.append(np.arange(at, at + length, dtype=np.int32))
             start += count
@@ -83,15 +95,36 @@ class ImageInputs:
             self.encoder.close()
         self.encoder = None
 
-    def _encode(self, feature: MultiModalFeature) -> Float32Array:
-        if self.encoder is None:
-            raise RuntimeError("the image encoder is not loaded; call wake_up first")
+    def _new(self, feature: MultiModalFeature) -> _Output:
+        encoder = self._live()
         if feature.data is None:
-            raise RuntimeError("its pixels did not come with it")
-        output = self.encoder.encode(feature.data)
-        if len(output) != feature.num_embeds:
-            raise RuntimeError(
-                f"the encoder made {len(output)} rows of it, but the prompt has "
+            raise EngineError("its pixels did not come with it")
+        encoder.check(feature.data)
+        per_tile = encoder.rows_per_tile(feature.data)
+        count = len(feature.data) * per_tile
+        if count != feature.num_embeds:
+            raise EngineError(
+                f"the encoder makes {count} rows of it, but the prompt has "
                 f"{feature.num_embeds} places"
             )
-        return output
+        rows = np.empty((count, encoder.hparams.text_hidden_size), np.float32)
+        return _Output(rows, per_tile, [False] * len(feature.data))
+
+    def _rows(self, feature: MultiModalFeature, first: int, end: int) -> Float32Array:
+        """Rows ``[first, end)`` of a picture; encodes the tiles of which they are the first."""
+        output = self._outputs.get(feature.identifier)
+        if output is None:
+            raise EngineError("it was not scheduled to be encoded before its use")
+        size = output.rows_per_tile
+        tiles = range(first // size, (end - 1) // size + 1)
+        missing = [tile for tile in tiles if not output.done[tile]]
+        if missing:
+            low, high = missing[0], missing[-1] + 1
+            output.rows[low * size : high * size] = self._live().encode(feature.data[low:high])
+            output.done[low:high] = [True] * (high - low)
+        return output.rows[first:end]
+
+    def _live(self) -> ImageEncoder:
+        if self.encoder is None:
+            raise EngineError("the image encoder is not loaded; call wake_up first")
+        return self.encoder
