@@ -212,12 +212,12 @@ def test_cor_8_an_image_larger_than_the_cache_is_refused_at_once() -> None:
 
 
 def test_without_chunked_prefill_a_prompt_must_fit_as_a_whole() -> None:
-    made = driver(cache=16, item=8, enable_chunked_prefill=False)
-    with pytest.raises(ContextLengthError, match=r"take 10 embeddings.*at most 8"):
-        add(made, "a", ("x", 5), ("y", 5), 1)
-    add(made, "b", ("x", 5), 1, ("x", 5), 1)
-    add(made, "c", ("y", 5), 1)
-    assert made.step() == {"b": 12}
+    made = driver(cache=12, item=8, enable_chunked_prefill=False)
+    with pytest.raises(ContextLengthError, match=r"take 16 embeddings.*at most 12"):
+        add(made, "a", ("x", 8), ("y", 8), 1)
+    add(made, "b", ("x", 5), 1, ("x", 5), ("y", 5), 1)
+    add(made, "c", ("z", 5), 1)
+    assert made.step() == {"b": 17}
     made.run()
     made.check_lone("b", 4)
     made.check_lone("c", 4)

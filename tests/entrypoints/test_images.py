@@ -98,10 +98,11 @@ def test_an_image_is_seen(llm: LLM) -> None:
         {},
         {"enable_prefix_caching": False},
         {"max_num_batched_tokens": 9},
-        {"max_num_batched_tokens": 33, "num_kv_blocks": 24, "max_model_len": 368},
+        {"max_num_batched_tokens": 33, "num_kv_blocks": 16, "max_model_len": 238},
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 512},
         {"backend": "reference"},
     ],
-    ids=["together", "no prefix cache", "small chunks", "preempted", "reference"],
+    ids=["together", "no prefix cache", "small chunks", "preempted", "whole", "reference"],
 )
 def test_promise_1(smolvlm: Path, alone: list[Any], options: dict[str, Any]) -> None:
     with LLM(str(smolvlm), disable_log_stats=False, **{**SMALL, **options}) as made:

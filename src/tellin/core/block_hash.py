@@ -9,6 +9,7 @@ cache salt, multimodal content.
 from __future__ import annotations
 
 import struct
+from bisect import bisect_left, bisect_right
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from tellin.exceptions import InvalidParameterError
 
 if TYPE_CHECKING:
     from tellin.core.request import Request
+    from tellin.protocol import MultiModalFeature
 
 ROOT_HASH = sha256(b"tellin kv block hash v1").digest()
 """Parent of every first block."""
@@ -96,9 +98,15 @@ class BlockHasher:
 
     def multimodal_keys(self, request: Request, start: int) -> list[tuple[str, int]]:
         """``(identifier, item offset - start)`` of every item that overlaps the block."""
-        end = start + self.block_size
-        return [
-            (item.identifier, item.offset - start)
-            for item in request.mm_features
-            if item.offset < end and item.offset + item.length > start
-        ]
+        items = request.mm_features  # one after the other
+        first = bisect_right(items, start, key=_end_of)
+        last = bisect_left(items, start + self.block_size, first, key=_offset_of)
+        return [(item.identifier, item.offset - start) for item in items[first:last]]
+
+
+def _offset_of(item: MultiModalFeature) -> int:
+    return item.offset
+
+
+def _end_of(item: MultiModalFeature) -> int:
+    return item.offset + item.length

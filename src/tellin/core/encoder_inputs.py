@@ -18,19 +18,26 @@ from tellin.protocol import MultiModalFeature
 
 
 class EncoderInputs:
-    """Plans the encoder's work. Without a configuration every item is refused."""
+    """Plans the encoder's work. Without a configuration every item is refused.
 
-    def __init__(self, config: MultiModalConfig | None) -> None:
+    Args:
+        cuts_prompts: whether prompts may take several steps (chunked prefill).
+    """
+
+    def __init__(self, config: MultiModalConfig | None, cuts_prompts: bool = True) -> None:
         self.cache = EncoderCacheManager(config.encoder_cache_size if config else 0)
-        # A step encodes no more than the largest item has: decodes wait for it.
-        self.step_budget = min(config.max_tokens_per_item, self.cache.cache_size) if config else 0
+        self.step_budget = self.cache.cache_size
+        if config is not None and cuts_prompts:
+            # A step encodes no more than the largest item has: decodes wait for it.
+            self.step_budget = min(config.max_tokens_per_item, self.cache.cache_size)
+        self._cuts_prompts = cuts_prompts
         self.rows_per_step = config.max_rows_per_step if config else None
         # Of the step that is planned or in flight: what it encodes, and tells the workers to drop.
         self._fresh: set[str] = set()
         self._freed: list[str] = []
 
-    def check_admissible(self, request: Request, is_whole: bool) -> None:
-        """Refuse what no step can encode. ``is_whole``: its prompt must fit into one step.
+    def check_admissible(self, request: Request) -> None:
+        """Refuse what no step can encode.
 
         Raises:
             ContextLengthError: naming the item's size and the limit.
@@ -43,7 +50,7 @@ class EncoderInputs:
                     f"but the encoder's cache holds {limit}; use a smaller one"
                 )
         total = sum({i.identifier: i.num_embeds for i in request.mm_features}.values())
-        if is_whole and total > limit:
+        if not self._cuts_prompts and total > limit:
             raise ContextLengthError(
                 f"the prompt's items take {total} embeddings, but without chunked prefill a step "
                 f"encodes at most {limit}; allow chunked prefill or send fewer"

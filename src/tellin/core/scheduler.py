@@ -101,7 +101,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.room = WaitingRoom(scheduler_config.policy)
         self.running: list[Request] = []
-        self.encoder_inputs = EncoderInputs(config.multimodal_config)
+        self.encoder_inputs = EncoderInputs(config.multimodal_config, self.enable_chunked_prefill)
         self.admission = Admission(config, self.kv_cache_manager, self.room, self.encoder_inputs)
         self.in_flight_prefixes = self.admission.prefixes
         self.finished_req_ids: set[str] = set()
@@ -151,7 +151,7 @@ class Scheduler:
                 f"most {self.max_num_scheduled_tokens}; raise max_num_batched_tokens"
             )
         if request.mm_features:
-            self.encoder_inputs.check_admissible(request, not self.enable_chunked_prefill)
+            self.encoder_inputs.check_admissible(request)
         pool = self.kv_cache_manager.pool
         num_tokens = request.max_total_tokens + self.num_lookahead_tokens
         num_blocks = self.kv_cache_manager.num_blocks_for(num_tokens)

@@ -266,13 +266,16 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         )
     for name, what in (
         ("prompt_embeds", "prompt embeddings are"),
-        ("mm_processor_kwargs", "options of the image processor are"),
         ("encoder_prompt", "encoder-decoder prompts are"),
         ("decoder_prompt", "encoder-decoder prompts are"),
     ):
         value = prompt.get(name)
         if value is not None and not (isinstance(value, Mapping) and not value):
             raise UnsupportedFeatureError(f"{what} not supported by this model ({name} was given)")
+    if prompt.get("mm_processor_kwargs"):
+        raise UnsupportedFeatureError(
+            "mm_processor_kwargs is for all prompts of an engine: give it when the engine starts"
+        )
     text, ids, salt = (prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt"))
     if text is None and ids is None:
         raise InvalidTypeError(

@@ -166,7 +166,8 @@ class ReferenceBackend:
 
     def _rms_norm(self, op: ir.RmsNorm) -> None:
         x = self._get(op.x)
-        groups = x.reshape(len(x), -1, op.group or op.x.width)
+        size = op.group or op.x.width  # not left to NumPy: there may be no rows
+        groups = x.reshape(len(x), op.x.width // size, size)
         mean_square = np.mean(np.square(groups), axis=-1, keepdims=True)
         weight = self._weights[op.weight] + np.float32(op.weight_offset)
         normed = groups / np.sqrt(mean_square + np.float32(op.eps)) * weight

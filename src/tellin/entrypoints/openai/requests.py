@@ -35,7 +35,7 @@ UNSUPPORTED = {
     "guided_regex": "use structured_outputs with regex",
     "length_penalty": "beam search is in Python only (LLM.beam_search)",
     "logits_processors": "a request cannot bring code; name processors when the engine starts",
-    "mm_processor_kwargs": "images are prepared as the model's files say",
+    "mm_processor_kwargs": "it is for all requests: give it when the server starts",
     "prompt_embeds": "prompts are text or token ids",
     "use_beam_search": "beam search is in Python only (LLM.beam_search)",
     "web_search_options": "this server does not search",
