@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from tellin import LLM, SamplingParams
+from tellin.entrypoints.cli import main
 from tellin.exceptions import InvalidParameterError, InvalidTypeError
 from tellin.worker.image_encoder import ImageEncoder
 from tests.loading.test_images import picture
@@ -68,6 +69,15 @@ def test_a_step_encodes_one_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     llm.generate([prompt("<image>", picture(64, 64)), "text", prompt("<image>", picture(9, 64))])
     assert max(sizes) == 1
     assert len(sizes) == 17 + 5
+
+
+def test_the_listing_of_an_image_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(write_llava(tmp_path))]) == 0
+    shown = capsys.readouterr().out
+    titles = [line.partition(":")[0] for line in shown.splitlines() if "parameters," in line]
+    assert titles == ["llama (generator)", "clip (encoder)", "projector (encoder)"]
+    assert "quick_gelu" in shown
+    assert "layer 1 is like layer 0" in shown.partition("clip (encoder)")[2]
 
 
 def test_mm_processor_kwargs(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ class VisionSource:
     ) -> None:
         self.path = path
         self.hparams = hparams
+        tensors = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
         is_projector = re.compile(r"projector_\d\.")
         tower = {k: v for k, v in tensors.items() if not is_projector.match(k)}
         projector = {k: v for k, v in tensors.items() if is_projector.match(k)}

@@ -11,6 +11,7 @@ Source: Dosovitskiy et al. 2021 (ViT), section 3.1; Radford et al. 2021 (CLIP); 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tellin.exceptions import ModelLoadError
@@ -31,6 +32,7 @@ def build_vision_plans(source: VisionSource, *, fuse: bool = True) -> tuple[Plan
     """
     tower = _record_tower(PlanBuilder(source.tower), source.hparams.patch_dim)
     projector = _record_projector(PlanBuilder(source.projector), source)
+    projector = replace(projector, architecture="projector")
     return (optimize(tower), optimize(projector)) if fuse else (tower, projector)
 
 

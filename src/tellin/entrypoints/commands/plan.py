@@ -7,8 +7,8 @@ import argparse
 from tellin.entrypoints.commands.common import download_progress
 
 DESCRIPTION = """\
-Print the operations that a model was compiled to, with their weights and costs. Layers like an
-earlier one are folded into a line."""
+Print the operations that a model was compiled to, with their weights and costs; those of its image
+encoder, if it has one, come after them. Layers like an earlier one are folded into a line."""
 
 EXAMPLES = """\
 examples:
@@ -26,9 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the listing."""
-    from tellin.loading import open_model, resolve_model
+    from tellin.loading import open_model, open_vision, resolve_model
     from tellin.models import build_plan
     from tellin.models.plan.listing import format_plan
+    from tellin.models.vision import build_vision_plans
     from tellin.settings import Settings
 
     path = resolve_model(
@@ -36,4 +37,9 @@ def run(args: argparse.Namespace) -> int:
     )
     with open_model(path) as source:
         print(format_plan(build_plan(source, fuse=not args.unfused), full=args.full))
+    vision = open_vision(path)
+    if vision is not None:
+        for plan in build_vision_plans(vision, fuse=not args.unfused):
+            print(f"\n{format_plan(plan, full=args.full)}")
+        vision.close()
     return 0

@@ -85,9 +85,11 @@ def format_plan(plan: Plan, *, full: bool = False) -> str:
 def _header(plan: Plan) -> list[str]:
     cost = plan_cost(plan)
     kind = "encoder" if plan.output.rows is Rows.TOKENS else "generator"
+    takes_ids = any(isinstance(op, ir.Embed) for op in plan.ops)
+    vocabulary = f"vocabulary {plan.vocab_size:,}, " if takes_ids else ""
     return [
         f"{plan.architecture} ({kind}): {_count(cost.num_parameters)} parameters, "
-        f"hidden size {plan.hidden_size}, vocabulary {plan.vocab_size:,}, "
+        f"hidden size {plan.hidden_size}, {vocabulary}"
         f"{len(plan.ops)} operations, {len(plan.buffers)} buffers",
         "",
         f"{'':5}  {'operation':67} {'MACs':>7} {'bytes':>8}  weights",
