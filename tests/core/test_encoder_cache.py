@@ -342,6 +342,8 @@ def test_promise_1_whatever_else_happens_every_request_reads_its_own_images(
         max_num_seqs=data.draw(st.integers(1, 5), "seqs"),
         enable_prefix_caching=data.draw(st.booleans(), "prefix caching"),
         policy=data.draw(st.sampled_from(["fcfs", "priority"]), "policy"),
+        long_prefill_token_threshold=data.draw(st.sampled_from([0, 0, 7]), "threshold"),
+        max_num_partial_prefills=data.draw(st.sampled_from([0, 0, 1, 2]), "partial"),
     )
     names = []
     for index in range(data.draw(st.integers(1, 7), "requests")):
