@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -450,25 +453,40 @@ def test_forms_of_image_parts(renderer: Renderer) -> None:
             chat(renderer, [other])
 
 
-async def _async(renderer: Renderer) -> Any:
-    return await renderer.render_cmpl_async([with_images("<image>", picture())])
-
-
 def test_images_are_rendered_beside_the_event_loop(
+    renderer: Renderer, processor: FakeProcessor
+) -> None:
+    threads = []
+    original = processor.process
+
+    def process(image: Image.Image) -> ProcessedImage:
+        threads.append(threading.current_thread().name)
+        return original(image)
+
+    processor.process = process  # type: ignore[method-assign]
+    part = {"type": "image_pil", "image_pil": picture(5)}
+    messages = [{"role": "user", "content": [part]}]
+
+    async def main() -> None:
+        rendered = await renderer.render_cmpl_async([with_images("<image>", picture())])
+        assert rendered[0]["type"] == "multimodal"
+        await renderer.render_chat_async([messages])
+        gate = InputProcessor(renderer.config, renderer)
+        await gate.render_async(with_images("<image>", picture(6)))
+
+    asyncio.run(main())
+    assert threads == ["tellin-images_0"] * 3
+    renderer.shutdown()
+    renderer.shutdown()
+
+
+def test_without_pillow_the_extra_is_named(
     renderer: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import asyncio
-
-    threads = []
-    original = asyncio.to_thread
-
-    async def to_thread(function: Any, *args: Any) -> Any:
-        threads.append(function)
-        return await original(function, *args)
-
-    monkeypatch.setattr(asyncio, "to_thread", to_thread)
-    assert asyncio.run(_async(renderer))[0]["type"] == "multimodal"
-    assert threads
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(UnsupportedFeatureError, match=r"tellin\[images\]"):
+        render(renderer, with_images("<image>", b"x"))
 
 
 # ---------------------------------------------------------------------- arguments

@@ -94,7 +94,7 @@ def test_s72_after_waking_items_are_sent_with_their_data(make_engine: EngineMake
 
     cache = SenderCache()
     engine = make_engine(ABC)
-    engine.renderer._mm = cache  # type: ignore[assignment]
+    engine.renderer.mm_processor = cache  # type: ignore[assignment]
 
     def send(request_id: str) -> Any:
         data = None if "hash" in cache.seen else "pixels"

@@ -207,7 +207,7 @@ def test_s71_s72_after_sleep_an_image_is_sent_with_its_data(
     """The cache of the sender is cleared with the receiver's: no reference to what is gone."""
     engine = make_engine(ABC)
     cache = ImageCache()
-    engine.renderer._mm = cache  # type: ignore[assignment]
+    engine.renderer.mm_processor = cache  # type: ignore[assignment]
 
     def send(request_id: str) -> Any:
         engine.add_request(request_id, cache.render("h", "pixels"), SamplingParams())

@@ -22,6 +22,18 @@ _IMAGE = {"type": "image"}
 _MAX_TEMPLATES = 64
 
 
+def has_image_parts(conversations: Any) -> bool:
+    """Whether any message has a picture, as far as can be said of what is not checked yet."""
+    for messages in conversations if isinstance(conversations, list | tuple) else ():
+        for message in messages if isinstance(messages, list | tuple) else ():
+            content = message.get("content") if isinstance(message, Mapping) else None
+            if isinstance(content, list | tuple) and any(
+                isinstance(part, Mapping) and part.get("type") in _IMAGE_KINDS for part in content
+            ):
+                return True
+    return False
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Checked messages.

@@ -211,11 +211,10 @@ class InputProcessor:
         pools: bool = False,
     ) -> RenderedPrompt:
         """`render`; in a thread where pictures would hold up the event loop."""
-        import asyncio
-
-        if not holds_images(prompt):
+        mm = self.renderer.mm_processor
+        if mm is None or not holds_images(prompt):
             return self.render(prompt, tokenization_kwargs, pools)
-        return await asyncio.to_thread(self.render, prompt, tokenization_kwargs, pools)
+        return await mm.run(self.render, prompt, tokenization_kwargs, pools)
 
     def assign_request_id(self, request: EngineCoreRequest) -> None:
         """Keep the caller's id as external id; make the internal one unique.

@@ -11,8 +11,9 @@ import hashlib
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tellin.config import MultiModalConfig
 from tellin.engine.image_input import read_url, to_rgb
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from tellin.loading.images import ImageProcessor, ProcessedImage
+
+T = TypeVar("T")
 
 Encode = Callable[[str], list[int]]
 
@@ -49,6 +52,8 @@ class MultiModalProcessor:
         self._cache = ProcessorCache(int(config.processor_cache_gb * (1 << 30)))
         # Decoded pictures are large, and threads would not make them faster.
         self._one_at_a_time = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._thread_lock = threading.Lock()
 
     # ------------------------------------------------------------------ pictures
 
@@ -222,6 +227,28 @@ class MultiModalProcessor:
             items["placeholders"].append((own[0], own[-1] + 1 - own[0]))
             items["embed_runs"].append(_runs(own))
         return {"image": items}
+
+    # ------------------------------------------------------------------ beside an event loop
+
+    async def run(self, function: Callable[..., T], *args: Any) -> T:
+        """``function(*args)`` in the one thread that is there for pictures.
+
+        The threads for texts would all wait for the pictures that come before theirs.
+        """
+        import asyncio
+
+        with self._thread_lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "tellin-images")
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def shutdown(self) -> None:
+        """Release the cache and the thread. Idempotent."""
+        with self._thread_lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown(wait=False, cancel_futures=True)
+        self.clear()
 
     # ------------------------------------------------------------------ cache
 

@@ -17,8 +17,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from tellin.checks import check_bool, check_str
 from tellin.config import EngineConfig
-from tellin.engine.chat_messages import ContentFormats, Conversation, check_messages
+from tellin.engine.chat_messages import (
+    ContentFormats,
+    Conversation,
+    check_messages,
+    has_image_parts,
+)
 from tellin.engine.control_checks import check_mapping
+from tellin.engine.mm_inputs import holds_images
 from tellin.engine.prompts import (
     CHAT_TOKENIZE_PARAMS,
     COMPLETION_TOKENIZE_PARAMS,
@@ -140,7 +146,7 @@ class Renderer:
     ) -> None:
         self.config = config  # replaced once the core has settled lengths
         self.tokenizer = tokenizer
-        self._mm = mm_processor
+        self.mm_processor = mm_processor
         self._formats = ContentFormats(None if mm_processor is None else mm_processor.placeholder)
         self._longest_token: int | None = None
         self._bos_text: str | None = None
@@ -196,6 +202,8 @@ class Renderer:
         """`render_cmpl`; in a thread where long texts would hold up the event loop."""
         import asyncio
 
+        if self.mm_processor is not None and any(map(holds_images, prompts)):
+            return await self.mm_processor.run(self.render_cmpl, prompts, tok_params, prompt_extras)
         if _is_short(prompts):
             return self.render_cmpl(prompts, tok_params, prompt_extras)
         return await asyncio.to_thread(self.render_cmpl, prompts, tok_params, prompt_extras)
@@ -270,12 +278,12 @@ class Renderer:
 
     def _images(self) -> MultiModalProcessor:
         """What prepares pictures; raises UnsupportedFeatureError where there is none."""
-        if self._mm is None:
+        if self.mm_processor is None:
             raise UnsupportedFeatureError(
                 "images (image_url, multi_modal_data) are not supported by this engine: the model "
                 "has no image encoder that runs here, or limit_mm_per_prompt switches it off"
             )
-        return self._mm
+        return self.mm_processor
 
     def _tokenize(self, text: str, params: TokenizeParams) -> list[int]:
         tokenizer = self.get_tokenizer()
@@ -429,7 +437,7 @@ class Renderer:
                 self.get_tokenizer().apply_chat_template, chat_template=template
             )
             content_format = self._formats.find(template, probe)
-        placeholder = "" if self._mm is None else self._mm.placeholder
+        placeholder = "" if self.mm_processor is None else self.mm_processor.placeholder
         return conversation.with_contents(content_format, placeholder)
 
     async def render_chat_async(
@@ -445,6 +453,10 @@ class Renderer:
         """
         import asyncio
 
+        if self.mm_processor is not None and has_image_parts(conversations):
+            return await self.mm_processor.run(
+                self.render_chat, conversations, chat_params, tok_params, prompt_extras
+            )
         chat = chat_params or ChatParams()
         if chat.chat_template is None and _is_short(
             conversations, chat.tools, chat.chat_template_kwargs
@@ -475,19 +487,20 @@ class Renderer:
 
     def clear_mm_cache(self) -> None:
         """Forget processed multimodal items, in step with the core's cache."""
-        if self._mm is not None:
-            self._mm.clear()
+        if self.mm_processor is not None:
+            self.mm_processor.clear()
 
     async def clear_mm_cache_async(self) -> None:
         self.clear_mm_cache()
 
     def stat_mm_cache(self) -> CacheStats | None:
         """Hits since the last call; None without a cache."""
-        return None if self._mm is None else self._mm.take_stats()
+        return None if self.mm_processor is None else self.mm_processor.take_stats()
 
     def shutdown(self) -> None:
         """Release the cache. Idempotent."""
-        self.clear_mm_cache()
+        if self.mm_processor is not None:
+            self.mm_processor.shutdown()
 
 
 def _is_short(*parts: Any) -> bool:
