@@ -343,7 +343,10 @@ int64_t ExpertsDownStage::prepare(const Pass& pass) noexcept {
   const int64_t wanted = divide_up(4 * kGroupsPerTask * state.num_threads, matrix.num_groups);
   const int64_t blocks = std::clamp<int64_t>(num_rows / kSumRows, 1, wanted);
   const int64_t block_rows = divide_up(num_rows, blocks);
-  const int64_t grain = op_->down.precision == ActPrecision::kFloat32 ? kGroupsPerTask : kIntGroups;
+  // Every task begins anew with each expert: few members have longer tasks.
+  const bool is_short = matrix.num_groups < 4 * kGroupsPerTask * state.num_threads;
+  const bool floats = op_->down.precision == ActPrecision::kFloat32;
+  const int64_t grain = is_short && !floats ? kIntGroups : kGroupsPerTask;
   state.begin_tasks(divide_up(num_rows, block_rows) * matrix.num_groups);
   for (int64_t row = 0; row < num_rows; row += block_rows) {
     const ExpertsState::Task task{0, static_cast<int32_t>(row),
