@@ -300,6 +300,27 @@ def test_logits_like_transformers(tmp_path: Path, name: str, kind: Any) -> None:
     np.testing.assert_allclose(backend.forward(step), expected, rtol=0, atol=2e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_a_folder_that_transformers_saves(tmp_path: Path, name: str) -> None:
+    """Its names and its form of configurations give the same rows and the same plan."""
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    folder, saved = MODELS[name](tmp_path / "ours"), tmp_path / "saved"
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(saved)
+    assert opened(saved).hparams == opened(folder).hparams
+    pixels = random_pixels(opened(folder), 2, side=6 if name == "idefics3" else None)
+    rows = [encoder_of(path).encode(pixels) for path in (folder, saved)]
+    np.testing.assert_array_equal(*rows)
+    plans = []
+    for path in (folder, saved):
+        with open_model(path) as source:
+            plans.append(format_plan(build_plan(source)))
+    assert plans[0] == plans[1]
+
+
 def as_picture(pixels: np.ndarray, source: VisionSource) -> np.ndarray:
     """``[tiles, 3, height, width]`` of patches in groups."""
     hp = source.hparams
