@@ -185,6 +185,20 @@ def test_a_step_computes_few_parts_of_images() -> None:
     assert made.executor.num_encoded == 1
 
 
+def test_parts_that_are_encoded_already_cost_no_rows() -> None:
+    """Of a step's rows, that is: the same image in another prompt is read at once."""
+    made = driver(cache=32, item=16, rows=4, enable_prefix_caching=False)
+    runs = [(0, 4), (5, 4), (10, 4), (15, 4)]
+    for name, text in (("a", [100]), ("b", [101, 102])):
+        ids = [*text, *[PLACEHOLDER] * 19, 103]
+        feature = image("x", len(text), 19, embed_runs=runs)
+        made.add(name, ids, mm_features=[feature], max_tokens=2)
+        steps = made.run()
+        assert steps[0] == {name: 6 if name == "a" else 22}
+        made.check_lone(name, 2)
+    assert made.executor.num_encoded == 1
+
+
 def test_parts_of_several_requests_share_the_rows_of_a_step() -> None:
     made = driver(cache=32, item=16, rows=4)
     add(made, "a", 1, ("x", 3), 1)

@@ -15,6 +15,7 @@ from tellin.core.request import Request
 @dataclass
 class _Entry:
     num_embeds: int
+    num_computed: int = 0  # rows from the first on that some step has asked for
     users: dict[str, Request] = field(default_factory=dict)
 
 
@@ -47,6 +48,17 @@ class EncoderCacheManager:
             self.num_freeable_slots -= entry.num_embeds
         self._refer(entry, request, identifier)
         return True
+
+    def num_new(self, identifier: str, row: int, count: int) -> int:
+        """How many of these rows no step has asked for yet, as far as is known."""
+        entry = self._entries.get(identifier)
+        return max(0, row + count - max(row, entry.num_computed if entry else 0))
+
+    def note_computed(self, identifier: str, row: int, count: int) -> None:
+        """A step asks for these rows. What does not follow the rows before is not noted."""
+        entry = self._entries[identifier]
+        if row <= entry.num_computed:
+            entry.num_computed = max(entry.num_computed, row + count)
 
     def make_room(self, num_embeds: int) -> bool:
         """Whether ``num_embeds`` rows fit, after dropping entries without users if need be."""

@@ -94,15 +94,19 @@ class EncoderInputs:
         return num_tokens
 
     def _fit_rows(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> int:
-        """The share without the runs that go beyond the rows of a step; one run always fits."""
+        """The share without the runs that go beyond the rows of a step; one run always fits.
+
+        Rows that an earlier step has made the workers encode cost nothing.
+        """
         if self.rows_per_step is None:
             return num_tokens
         num_rows = plan.num_encoder_rows
         for item in request.mm_features:
-            for position, _, count in item.embeds_in(start, start + num_tokens):
-                if num_rows and num_rows + count > self.rows_per_step:
+            for position, row, count in item.embeds_in(start, start + num_tokens):
+                num_new = self.cache.num_new(item.identifier, row, count)
+                if num_rows and num_new and num_rows + num_new > self.rows_per_step:
                     return position - start
-                num_rows += count
+                num_rows += num_new
         return num_tokens
 
     def commit(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> None:
@@ -111,8 +115,11 @@ class EncoderInputs:
             runs = item.embeds_in(start, start + num_tokens)
             if not runs:
                 continue
-            plan.num_encoder_rows += sum(count for _, _, count in runs)
+            plan.num_encoder_rows += sum(
+                self.cache.num_new(item.identifier, row, count) for _, row, count in runs
+            )
             if self.cache.use(request, item.identifier):
+                self._note_computed(item, runs)
                 continue
             if not self.cache.make_room(item.num_embeds):
                 raise RuntimeError("the encoder's cache has no room for what was found to fit")
@@ -120,6 +127,11 @@ class EncoderInputs:
             self._fresh.add(item.identifier)
             plan.encoder_budget -= item.num_embeds
             plan.encoder_inputs.setdefault(request.request_id, []).append(index)
+            self._note_computed(item, runs)
+
+    def _note_computed(self, item: MultiModalFeature, runs: list[tuple[int, int, int]]) -> None:
+        for _, row, count in runs:
+            self.cache.note_computed(item.identifier, row, count)
 
     def take_out(self, request: Request, plan: StepPlan) -> None:
         """A request loses its share of the step: others encode what they share, or nobody does."""
