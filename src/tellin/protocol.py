@@ -104,7 +104,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     included; ``embed_runs`` says which positions of the span stand for rows of the encoder's
     output, as ``(start, count)`` relative to ``offset``, ascending (None = all). ``identifier`` is
     the key of its encoder output. ``data`` is what the encoder takes (of an image: pixels,
-    ``[num_tiles, num_patches, patch_dim]`` f32), or None when the receiver already caches it under
+    ``[num_tiles, num_patches, patch_dim]`` u8), or None when the receiver already caches it under
     ``mm_hash``.
     """
 

@@ -43,7 +43,8 @@ class FakeProcessor:
     placeholder = "<image>"
     placeholder_token_id = IMAGE_TOKEN_ID
     tokens_per_tile = 16
-    max_tokens_per_image = 16
+    tokens_per_tile = max_tokens_per_image = 16
+    pixel_table = np.zeros((3, 256), np.float32)
 
     def __init__(self) -> None:
         self.processed: list[tuple[str, tuple[int, int]]] = []
@@ -51,9 +52,9 @@ class FakeProcessor:
     def process(self, image: Image.Image) -> ProcessedImage:
         self.processed.append((image.mode, image.size))
         width = image.width
-        pixels = np.asarray(image, np.float32).reshape(1, -1, 3)
+        pixels = np.asarray(image).reshape(1, -1, 3).copy()
         text = f"[{'<image>' * (width // 2)}|{'<image>' * (width - width // 2)}]"
-        return ProcessedImage(pixels, text, width)
+        return ProcessedImage(pixels, self.pixel_table, text, width)
 
 
 @pytest.fixture(scope="module")
@@ -356,7 +357,7 @@ def test_8_2_3_wart_names_of_tenants_are_apart(renderer: Renderer) -> None:
 def test_8_3_1_the_cache_is_bounded_by_bytes(
     tokenizer: Tokenizer, processor: FakeProcessor
 ) -> None:
-    size = np.prod((4, 2, 3)) * 4  # bytes of a processed picture
+    size = np.prod((4, 2, 3))  # bytes of a processed picture
     made = make_renderer(tokenizer, processor, processor_cache_gb=2 * size / (1 << 30))
     for color in (1, 2, 1, 3, 1, 2):
         key_of(made, with_images("<image>", picture(color=(color, 0, 0))))

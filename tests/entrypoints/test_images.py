@@ -223,7 +223,7 @@ def test_files_of_one_folder_can_be_allowed(smolvlm: Path, tmp_path: Path, llm: 
     assert len(output.prompt_token_ids or ()) > 64
 
 
-@pytest.mark.parametrize("max_bytes", [0, 70_000, 300_000])
+@pytest.mark.parametrize("max_bytes", [0, 20_000, 80_000])
 def test_a_long_list_is_prepared_as_it_is_computed(
     llm: LLM, alone: list[Any], max_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,7 +241,7 @@ def test_a_long_list_is_prepared_as_it_is_computed(
 
     monkeypatch.setattr(core, "add_request", add_request)
     assert results(llm.generate(PROMPTS * 2, PARAMS * 2)) == alone * 2
-    largest = 2 * 17 * 16 * 48 * 4
+    largest = 2 * 17 * 16 * 48
     assert 0 < most <= max_bytes + largest
     outputs = llm.generate([*PROMPTS, {"prompt": "<image>"} | {"multi_modal_data": {"image": 5}}],
                            SamplingParams(max_tokens=1), on_error="return")  # fmt: skip

@@ -53,6 +53,7 @@ def test_tiles_of_a_wide_picture(smolvlm: Path) -> None:
     """100 x 40 becomes 64 x 26, then 64 x 32: four columns and two rows of tiles of 16 pixels."""
     processed = processor_of(smolvlm).process(picture(100, 40))
     assert processed.pixels.shape == (9, 16, 48)
+    assert processed.values.dtype == np.uint8
     assert processed.pixels.dtype == np.float32
     assert processed.num_embeds == 36
     four = "<image>" * 4

@@ -42,7 +42,7 @@ class ProcessorCache:
 
     def put(self, key: str, item: ProcessedImage) -> None:
         """Keep a picture, unless it alone is larger than the cache."""
-        size = item.pixels.nbytes
+        size = item.values.nbytes
         with self._lock:
             if size > self.max_bytes or key in self._items:
                 return
@@ -50,7 +50,7 @@ class ProcessorCache:
             self._num_bytes += size
             while self._num_bytes > self.max_bytes:
                 _, old = self._items.popitem(last=False)
-                self._num_bytes -= old.pixels.nbytes
+                self._num_bytes -= old.values.nbytes
 
     def hash_of_file(self, digest: bytes) -> str | None:
         """Content hash of an encoded file that was decoded before, by the digest of its bytes."""

@@ -145,7 +145,7 @@ class MultiModalProcessor:
 
     def _process(self, key: str, rgb: Image) -> ProcessedImage:
         image = self.processor.process(rgb)
-        image.pixels.flags.writeable = False  # several requests may hold it
+        image.values.flags.writeable = False  # several requests may hold it
         self._cache.put(key, image)
         return image
 
@@ -222,7 +222,7 @@ class MultiModalProcessor:
         for image in images:
             own = places[start : start + image.image.num_embeds]
             start += len(own)
-            items["data"].append(image.image.pixels)
+            items["data"].append(image.image.values)
             items["hashes"].append(image.key)
             items["placeholders"].append((own[0], own[-1] + 1 - own[0]))
             items["embed_runs"].append(_runs(own))

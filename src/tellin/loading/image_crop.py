@@ -12,9 +12,10 @@ import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.images import (
-    PixelTable,
     ProcessedImage,
     check_channels,
+    cut_patches,
+    make_pixel_table,
     require_on,
     resampling,
     size_of,
@@ -64,7 +65,7 @@ class CroppedImageProcessor:
             )
         if not self._crops and "shortest_edge" in self._size:
             raise UnsupportedModelError(f"{settings.path}: do_center_crop false is not supported")
-        self._table = PixelTable(settings, _MEAN, _STD)
+        self.pixel_table = make_pixel_table(settings, _MEAN, _STD)
         self.placeholder_token_id = hparams.image_token_id
         self.tokens_per_tile = self.max_tokens_per_image = hparams.embeds_per_tile(side)
 
@@ -78,9 +79,9 @@ class CroppedImageProcessor:
         if self._crops:
             pixels = _cut_centre(pixels, self._crop["height"], self._crop["width"])
         hp = self._hparams
-        patches = self._table.patches(pixels, hp.patch_size, hp.group_side)
+        patches = cut_patches(pixels, hp.patch_size, hp.group_side)
         count = self.max_tokens_per_image
-        return ProcessedImage(patches[None], self.placeholder * count, count)
+        return ProcessedImage(patches[None], self.pixel_table, self.placeholder * count, count)
 
     def _scaled_size(self, width: int, height: int) -> tuple[int, int]:
         shortest = self._size.get("shortest_edge")

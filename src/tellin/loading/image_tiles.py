@@ -17,9 +17,10 @@ import numpy as np
 
 from tellin.exceptions import ModelLoadError
 from tellin.loading.images import (
-    PixelTable,
     ProcessedImage,
     check_channels,
+    cut_patches,
+    make_pixel_table,
     require_on,
     resampling,
     size_of,
@@ -56,7 +57,7 @@ class TiledImageProcessor:
                 f"{settings.path}: tiles of {self._tile} pixels are {side} patches wide, which "
                 f"must be a multiple of {hparams.group_side} and at most {hparams.table_side}"
             )
-        self._table = PixelTable(settings, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        self.pixel_table = make_pixel_table(settings, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
         self.tokens_per_tile = hparams.embeds_per_tile(side)
         self.placeholder_token_id = hparams.image_token_id
         tiles = math.ceil(min(self._longest, _MAX_EDGE) / self._tile)
@@ -79,9 +80,10 @@ class TiledImageProcessor:
                     self._cut(image, row, col) for row in range(rows) for col in range(columns)
                 ]
         tiles.append(image.resize(square, resample))
-        pixels = np.stack([self._patches(tile) for tile in tiles])
+        patches = np.stack([self._patches(tile) for tile in tiles])
         prompt = self._prompt(rows, columns) if len(tiles) > 1 else self._mark(_WHOLE) + _AROUND
-        return ProcessedImage(pixels, prompt, len(tiles) * self.tokens_per_tile)
+        num_embeds = len(tiles) * self.tokens_per_tile
+        return ProcessedImage(patches, self.pixel_table, prompt, num_embeds)
 
     def _cut(self, image: Image, row: int, column: int) -> Image:
         left, top = column * self._tile, row * self._tile
@@ -89,7 +91,7 @@ class TiledImageProcessor:
 
     def _patches(self, tile: Image) -> np.ndarray:
         values = np.asarray(tile, np.uint8)
-        return self._table.patches(values, self._hparams.patch_size, self._hparams.group_side)
+        return cut_patches(values, self._hparams.patch_size, self._hparams.group_side)
 
     def _mark(self, name: str) -> str:
         return _AROUND + name + self.placeholder * self.tokens_per_tile

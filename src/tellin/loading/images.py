@@ -32,13 +32,32 @@ if TYPE_CHECKING:
 class ProcessedImage:
     """A picture, ready for the encoder and for the prompt."""
 
-    pixels: npt.NDArray[np.float32]
-    """``[num_tiles, num_patches, patch_dim]``: normalised; a patch is ordered by channel, then row,
-    then column."""
+    values: npt.NDArray[np.uint8]
+    """``[num_tiles, num_patches, patch_dim]``: bytes, a quarter of what they become; a patch is
+    ordered by channel, then row, then column."""
+    pixel_table: npt.NDArray[np.float32]
+    """``[3, 256]``: what the bytes of each channel mean, normalised."""
     prompt: str
     """What stands for the picture in a prompt: marks, and a placeholder for each embedding row."""
     num_embeds: int
     """Placeholders in ``prompt``: rows that the encoder makes."""
+
+    @property
+    def pixels(self) -> npt.NDArray[np.float32]:
+        """The normalised values, which the encoder takes, in the shape of ``values``."""
+        return normalise(self.values, self.pixel_table)
+
+
+def normalise(
+    values: npt.NDArray[np.uint8], table: npt.NDArray[np.float32]
+) -> npt.NDArray[np.float32]:
+    """Bytes of patches, ``[..., 3 * n]`` by channel, as the floats that ``table`` has for them."""
+    result = np.empty(values.shape, np.float32)
+    channels = (*values.shape[:-1], 3, values.shape[-1] // 3)
+    given, made = values.reshape(channels), result.reshape(channels)
+    for channel in range(3):
+        made[..., channel, :] = table[channel][given[..., channel, :]]
+    return result
 
 
 class ImageProcessor(Protocol):
@@ -48,6 +67,8 @@ class ImageProcessor(Protocol):
     """What stands for one picture in a user's prompt."""
     placeholder_token_id: int
     """In an expanded prompt there is one for each embedding row."""
+    pixel_table: npt.NDArray[np.float32]
+    """``[3, 256]``: see `ProcessedImage`."""
     tokens_per_tile: int
     """Embedding rows of each part of a picture that is encoded by itself."""
     max_tokens_per_image: int
@@ -161,40 +182,40 @@ def require_on(settings: TypedMapping, *keys: str) -> None:
             raise UnsupportedModelError(f"{settings.path}: {key} false is not supported")
 
 
-class PixelTable:
+def make_pixel_table(
+    settings: TypedMapping, mean: Sequence[float], std: Sequence[float]
+) -> npt.NDArray[np.float32]:
     """Normalised values of the 256 bytes, by channel: ``(byte * rescale_factor - mean) / std``."""
+    if settings.has("image_mean"):
+        mean = settings.get_numbers("image_mean").tolist()
+    if settings.has("image_std"):
+        std = settings.get_numbers("image_std").tolist()
+    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+        raise ModelLoadError(f"{settings.path}: image_mean and image_std must be of 3 channels")
+    scaled = np.arange(256) * settings.get_float("rescale_factor", 1 / 255)
+    values = scaled.astype(np.float32)[None] - np.array(mean, np.float32)[:, None]
+    return np.asarray(values / np.array(std, np.float32)[:, None], np.float32)
 
-    def __init__(self, settings: TypedMapping, mean: Sequence[float], std: Sequence[float]) -> None:
-        if settings.has("image_mean"):
-            mean = settings.get_numbers("image_mean").tolist()
-        if settings.has("image_std"):
-            std = settings.get_numbers("image_std").tolist()
-        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-            raise ModelLoadError(f"{settings.path}: image_mean and image_std must be of 3 channels")
-        scaled = np.arange(256) * settings.get_float("rescale_factor", 1 / 255)
-        values = scaled.astype(np.float32)[None] - np.array(mean, np.float32)[:, None]
-        self._values = np.asarray(values / np.array(std, np.float32)[:, None], np.float32)
 
-    def patches(
-        self, tile: npt.NDArray[np.uint8], patch_size: int, group_side: int
-    ) -> npt.NDArray[np.float32]:
-        """Normalised patches of a tile, in groups.
+def cut_patches(
+    tile: npt.NDArray[np.uint8], patch_size: int, group_side: int
+) -> npt.NDArray[np.uint8]:
+    """Patches of a tile, in groups.
 
-        Args:
-            tile: ``[height, width, 3]``; rows and columns beyond the last whole group are left out.
-            patch_size: pixels.
-            group_side: patches on a side of a group.
+    Args:
+        tile: ``[height, width, 3]``; rows and columns beyond the last whole group are left out.
+        patch_size: pixels.
+        group_side: patches on a side of a group.
 
-        Returns:
-            ``[num_patches, 3 * patch_size ** 2]``.
-        """
-        block = patch_size * group_side
-        rows, columns = tile.shape[0] // block, tile.shape[1] // block
-        cut = tile[: rows * block, : columns * block]
-        values = np.stack([self._values[c][cut[:, :, c]] for c in range(3)])
-        split = values.reshape(3, rows, group_side, patch_size, columns, group_side, patch_size)
-        ordered = split.transpose(1, 4, 2, 5, 0, 3, 6)
-        return np.ascontiguousarray(ordered).reshape(-1, 3 * patch_size**2)
+    Returns:
+        ``[num_patches, 3 * patch_size ** 2]``.
+    """
+    block = patch_size * group_side
+    rows, columns = tile.shape[0] // block, tile.shape[1] // block
+    cut = tile[: rows * block, : columns * block]
+    split = cut.reshape(rows, group_side, patch_size, columns, group_side, patch_size, 3)
+    ordered = split.transpose(0, 3, 1, 4, 6, 2, 5)
+    return np.ascontiguousarray(ordered).reshape(-1, 3 * patch_size**2)
 
 
 def check_channels(settings: TypedMapping, hparams: VisionHParams) -> None:

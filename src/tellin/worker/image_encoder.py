@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from tellin.exceptions import EngineError
 from tellin.kernels.batch import StepBatch
+from tellin.loading.images import load_image_processor, normalise
 from tellin.loading.vision import VisionSource, open_vision
 from tellin.loading.vision_hparams import VisionHParams
 from tellin.models.vision import build_vision_plans
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from tellin.config import EngineConfig
 
 Float32Array = npt.NDArray[np.float32]
+Pixels = npt.NDArray[np.float32] | npt.NDArray[np.uint8]
 
 _ROWS_PER_PASS = 2048
 """Rows of the tower that are in memory at a time, unless a tile has more."""
@@ -35,10 +37,19 @@ class ImageEncoder:
     Args:
         source: the opened encoder; may be closed afterwards.
         backend: the class that runs plans.
-        options: keyword arguments of it.
+        pixel_table: ``[3, 256]``: what bytes of pixels mean; None = they are given as floats.
+        options: keyword arguments of the backend.
     """
 
-    def __init__(self, source: VisionSource, backend: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        source: VisionSource,
+        backend: Any,
+        *,
+        pixel_table: Float32Array | None = None,
+        **options: Any,
+    ) -> None:
+        self._pixel_table = pixel_table
         tower, projector = build_vision_plans(source)
         self.hparams: VisionHParams = source.hparams
         self._tower: Backend = backend(tower, **options)
@@ -50,12 +61,12 @@ class ImageEncoder:
         """Bytes of packed weights."""
         return sum(int(b.info["weight_bytes"]) for b in (self._tower, self._projector))
 
-    def encode(self, pixels: Float32Array) -> Float32Array:
+    def encode(self, pixels: Pixels) -> Float32Array:
         """Encode the tiles of a picture, or of several.
 
         Args:
-            pixels: ``[num_tiles, num_patches, patch_dim]``, see
-                `tellin.loading.images.ProcessedImage`.
+            pixels: ``[num_tiles, num_patches, patch_dim]``: floats, or bytes that the table
+                explains; see `tellin.loading.images.ProcessedImage`.
 
         Returns:
             ``[num_tiles * rows of a tile, hidden size of the text model]``.
@@ -67,17 +78,24 @@ class ImageEncoder:
         positions = tile_positions(self.hparams, _side(pixels))
         per_pass = max(1, _ROWS_PER_PASS // len(positions))
         parts = [
-            self._encode(pixels[i : i + per_pass], positions)
+            self._encode(self._floats(pixels[i : i + per_pass]), positions)
             for i in range(0, len(pixels), per_pass)
         ]
         width = self.hparams.text_hidden_size
         return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
 
-    def rows_per_tile(self, pixels: Float32Array) -> int:
+    def _floats(self, pixels: Pixels) -> Float32Array:
+        if pixels.dtype != np.uint8:
+            return np.asarray(pixels, np.float32)
+        if self._pixel_table is None:
+            raise EngineError("pixels came as bytes, but nothing says what they mean")
+        return normalise(np.asarray(pixels, np.uint8), self._pixel_table)
+
+    def rows_per_tile(self, pixels: Pixels) -> int:
         """Rows that `encode` makes of each tile."""
         return self.hparams.embeds_per_tile(_side(pixels))
 
-    def check(self, pixels: Float32Array) -> None:
+    def check(self, pixels: Pixels) -> None:
         """Refuse pixels that `encode` cannot take.
 
         Raises:
@@ -118,7 +136,7 @@ class ImageEncoder:
         return np.array(self._projector.forward(step))
 
 
-def _side(pixels: Float32Array) -> int:
+def _side(pixels: Pixels) -> int:
     """Patches on a side of a tile."""
     return math.isqrt(pixels.shape[1])
 
@@ -167,16 +185,19 @@ def open_image_encoder(config: EngineConfig) -> ImageEncoder | None:
         OutOfMemoryError: its weights do not fit.
         EngineError: the model has none.
     """
-    if config.multimodal_config is None:
+    multimodal = config.multimodal_config
+    if multimodal is None:
         return None
     model, parallel = config.model_config, config.parallel_config
-    source = open_vision(model.path, config.multimodal_config.mmproj)
-    if source is None:
+    processor = load_image_processor(model.path, multimodal.mmproj, multimodal.processor_kwargs)
+    source = open_vision(model.path, multimodal.mmproj)
+    if source is None or processor is None:
         raise EngineError(f"{model.path}: pictures are on, but the model has no image encoder")
     try:
         return ImageEncoder(
             source,
             backend_class(model.backend),
+            pixel_table=processor.pixel_table,
             num_threads=parallel.num_threads or config.settings.num_threads,
             isa=config.settings.isa,
             activation_precision=model.activation_precision,
