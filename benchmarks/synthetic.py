@@ -100,11 +100,18 @@ def write_llama(path: Path, shape: ModelShape, quant: str = "q4_0", seed: int = 
         for name, dims, quant_type in plan:
             num_blocks = _num_blocks(dims, quant_type)
             sigma = 1.0 if name == "token_embd.weight" else dims[-1] ** -0.5
+            if shape.num_experts and ("attn_output" in name or "ffn_down" in name):
+                # What layers add must not drown a token's embedding: the hidden states of all
+                # tokens would become alike, and choose the same experts.
+                sigma *= _SMALL_ADDITION
             for start in range(0, num_blocks, _CHUNK_BLOCKS):
                 count = min(_CHUNK_BLOCKS, num_blocks - start)
                 file.write(random_blocks(generator, quant_type, count, sigma, len(dims) == 1))
             file.write(bytes(-file.tell() % 32))
     return path
+
+
+_SMALL_ADDITION = 0.05
 
 
 def random_blocks(
@@ -144,9 +151,11 @@ def _legacy(num_levels: int, has_minimum: bool) -> Callable[[Bytes, npt.NDArray[
 
     def scale(blocks: Bytes, sigma: npt.NDArray[np.float32]) -> None:
         step = sigma / deviation
-        _put_half(blocks, 0, step)
         if has_minimum:
+            _put_half(blocks, 0, step)
             _put_half(blocks, 2, -step * (num_levels - 1) / 2)
+        else:  # levels from -n / 2 to n / 2 - 1
+            _put_half(blocks, 0, step * _random_signs(blocks))
 
     return scale
 
