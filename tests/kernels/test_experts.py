@@ -21,6 +21,8 @@ from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading.tensors import QuantType, TensorRef
 from tellin.models.plan import ir
+from tellin.models.plan.listing import op_macs, op_weight_bytes
+from tellin.worker.profiler import ProfiledBackend
 from tests.kernels import linear_cases
 from tests.kernels.runtime_plans import LOGITS, TOKENS, _scaled, float_tensor
 
@@ -314,6 +316,24 @@ def test_rows_are_gated_by_a_sigmoid(isa: str) -> None:
     np.testing.assert_allclose(
         run(native(plan, isa=isa), ids), run(ReferenceBackend(plan), ids), rtol=1e-6, atol=1e-37
     )
+
+
+def test_a_profile_gives_an_operation_the_time_of_all_its_stages() -> None:
+    plan = Case(QuantType.Q8_0).plan()
+    profiled = ProfiledBackend(native(plan))
+    ids = ids_of(20)
+    run(profiled, ids)
+    seconds = profiled.wrapped.stage_seconds()
+    operations = profiled.finish()[1]
+    names = profiled.wrapped.listing()
+    assert names[-3:] == ["route", "experts(gate)", "experts(down)"]
+    assert len(operations) == len(names) - 2
+    experts = operations[-1]
+    assert experts.name.startswith("experts ")
+    assert experts.seconds == pytest.approx(sum(seconds[-3:]))
+    assert experts.macs == 20 * op_macs(plan.ops[-1])
+    # nearly all of 8 experts, of which a row reads 2
+    assert 3.9 < experts.num_bytes / op_weight_bytes(plan.ops[-1]) < 4
 
 
 # ---- what is refused -------------------------------------------------------------------------

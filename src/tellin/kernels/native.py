@@ -123,6 +123,8 @@ class NativeBackend:
             raise OutOfMemoryError("the packed weights do not fit into memory") from error
         self.op_stages: tuple[int, ...] = tuple(compiler.op_stages)
         """For each operation of the plan the stage, an index of `listing`, that computes it."""
+        self.stage_parts: dict[int, int] = compiler.stage_parts
+        """Stages that belong to an operation but are not its stage in ``op_stages``, and that."""
         self._lora_sites = compiler.lora_sites
         self.info: dict[str, Any] = {
             "backend": "native",
@@ -341,6 +343,7 @@ class _Compiler:
         self.vectors: dict[tuple[int, float], int] = {}
         self.rotaries: dict[ir.RotaryTable, int] = {}
         self.op_stages: list[int] = []
+        self.stage_parts: dict[int, int] = {}
         self.lora_sites: dict[str, int] = {}
 
     def run(self) -> None:
@@ -481,6 +484,8 @@ class _Compiler:
             op.top_k,
             op.normalize,
         )
+        last = self.program.num_stages - 1  # choosing, gate and up, down
+        self.stage_parts |= {last - 2: last, last - 1: last}
 
     def _gate_rows(self, op: ir.GateRows) -> None:
         x, gate, out = self._buffer(op.x), self._buffer(op.gate), self._buffer(op.out)

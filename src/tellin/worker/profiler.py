@@ -123,11 +123,14 @@ class ProfiledBackend:
             OperationProfile(name, seconds)
             for name, seconds in zip(names, self.wrapped.stage_seconds(), strict=True)
         ]
+        parts: dict[int, int] = self.wrapped.stage_parts
+        for part, whole in parts.items():
+            operations[whole].seconds += operations[part].seconds
         for op, stage in zip(self._plan_ops(), self.wrapped.op_stages, strict=True):
             macs, num_bytes = self._work(op)
             operations[stage].macs += macs
             operations[stage].num_bytes += num_bytes
-        return operations
+        return [op for stage, op in enumerate(operations) if stage not in parts]
 
     def _work(self, op: ir.Op) -> tuple[float, float]:
         """Multiply-accumulates and bytes read of all steps."""
@@ -139,8 +142,17 @@ class ProfiledBackend:
                 2.0 * keys * op.head_dim * size,
             )
         rows = op.writes[0].rows
-        reads = self._rows[rows] if isinstance(op, ir.Embed) else self._passes[rows]
+        reads: float = self._rows[rows] if isinstance(op, ir.Embed) else self._passes[rows]
+        if isinstance(op, ir.Experts):
+            reads *= _experts_read(op, self._rows[rows] / max(1, self._passes[rows]))
         return float(op_macs(op) * self._rows[rows]), float(op_weight_bytes(op) * reads)
+
+
+def _experts_read(op: ir.Experts, rows: float) -> float:
+    """Experts that so many rows read between them, in those of one row, if they choose evenly."""
+    count = len(op.gate)
+    missed: float = (1 - op.top_k / count) ** rows
+    return count / op.top_k * (1 - missed)
 
 
 def operation_name(op: ir.Op) -> str:
