@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from tellin.config import EngineArgs, MultiModalConfig, SpeculativeConfig
-from tellin.engine.image_input import MAX_PIXELS, read_url, to_rgb
+from tellin.engine.image_input import MAX_PIXELS, MAX_SIDE, read_url, to_rgb
 from tellin.engine.input_processor import InputProcessor
 from tellin.engine.mm_config import multimodal_config
 from tellin.engine.mm_processor import MultiModalProcessor
@@ -127,6 +127,23 @@ def test_transparency_becomes_white_and_a_file_is_turned_upright() -> None:
     assert to_rgb(png(lying, exif=exif)).size == (2, 4)
 
 
+def test_of_sixteen_bits_the_upper_eight_count() -> None:
+    """Not cut off at 255, so that nearly all were white."""
+    gray = Image.fromarray(np.array([[0, 255, 256, 0x80FF, 0xFFFF]], np.uint16))
+    values = [0, 0, 1, 0x80, 0xFF]
+    buffer = io.BytesIO()
+    gray.save(buffer, "TIFF")
+    for given in (gray, png(gray), buffer.getvalue()):
+        assert [to_rgb(given).getpixel((i, 0)) for i in range(5)] == [(v, v, v) for v in values]
+    assert to_rgb(Image.new("I", (2, 1), 255)).getpixel((0, 0)) == (255, 255, 255)
+    for image, message in (
+        (Image.new("I", (2, 1), 256), "256 to 256, not bytes"),
+        (Image.new("F", (2, 1), 0.5), "floats"),
+    ):
+        with pytest.raises(InvalidParameterError, match=f"{message}.*mode L or RGB"):
+            to_rgb(image)
+
+
 def test_of_an_animation_the_first_frame_counts() -> None:
     buffer = io.BytesIO()
     frames = [Image.new("RGB", (2, 2), color) for color in ("red", "blue")]
@@ -156,6 +173,9 @@ def test_p_what_is_no_picture_is_refused_in_words() -> None:
     for given in (5, object(), np.zeros((2, 2, 3)), np.zeros((2, 2), np.uint8)):
         with pytest.raises(InvalidTypeError, match="uint8 array"):
             to_rgb(given)
+    for side in (MAX_SIDE + 1, MAX_PIXELS):
+        with pytest.raises(InvalidParameterError, match=f"1 x {side} pixels.*no side.*{MAX_SIDE}"):
+            to_rgb(np.zeros((side, 1, 3), np.uint8))
     with pytest.raises(InvalidParameterError, match="no pixels"):
         to_rgb(np.zeros((0, 4, 3), np.uint8))
 
@@ -343,7 +363,23 @@ def test_8_2_3_a_name_stands_for_what_was_sent_under_it(renderer: Renderer) -> N
     key = key_of(renderer, named)
     assert key_of(renderer, {"prompt": "<image>", "multi_modal_uuids": uuids}) == key
     assert key_of(renderer, with_images("<image>", None, multi_modal_uuids=uuids)) == key
-    assert key != key_of(renderer, with_images("<image>", picture(4)))
+    other = with_images("<image>", picture(8), multi_modal_uuids=uuids)
+    assert key_of(renderer, other) == key, "what was sent first counts"
+
+
+def test_a_name_never_stands_for_two_pictures(
+    tokenizer: Tokenizer, processor: FakeProcessor, renderer: Renderer
+) -> None:
+    """What a core keeps under a key are the rows of one picture: a key is that of the content."""
+    keeps_nothing = make_renderer(tokenizer, processor, processor_cache_gb=0)
+    for made, forget in ((keeps_nothing, lambda: None), (renderer, renderer.clear_mm_cache)):
+        keys = set()
+        for size in (4, 8, 4):
+            named = with_images("<image>", picture(size), multi_modal_uuids={"image": "cat"})
+            keys.add(key_of(made, named))
+            assert key_of(made, with_images("<image>", picture(size))) in keys
+            forget()
+        assert len(keys) == 2
 
 
 def test_8_2_3_wart_names_of_tenants_are_apart(renderer: Renderer) -> None:

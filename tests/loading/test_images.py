@@ -149,6 +149,19 @@ def test_llava_takes_the_middle(llava: Path, size: tuple[int, int]) -> None:
     assert processed.num_embeds == processor.max_tokens_per_image == 25
 
 
+@pytest.mark.parametrize("size", [(30000, 1), (1, 30000), (900, 40), (40, 900), (30, 31)])
+def test_llava_takes_the_middle_of_a_ribbon(
+    llava: Path, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """30000 x 1 would be 900000 x 30 when it is scaled as a whole, and 336 pixels high 3.4e9."""
+    processor, image = processor_of(llava), picture(*size)
+    monkeypatch.setattr("tellin.loading.image_crop._MAX_SCALED", 1 << 30)
+    whole = processor.process(image).values
+    monkeypatch.setattr("tellin.loading.image_crop._MAX_SCALED", 0)
+    middle = processor.process(image).values
+    assert np.abs(whole.astype(int) - middle).max() <= 1
+
+
 # ---- errors --------------------------------------------------------------------------------------
 
 
@@ -164,6 +177,9 @@ def test_a_text_model_has_none(tmp_path: Path) -> None:
         ("preprocessor_config.json", {"do_rescale": False}, "do_rescale false"),
         ("preprocessor_config.json", {"max_image_size": {"longest_edge": 12}}, "3 patches wide"),
         ("preprocessor_config.json", {"image_std": [0.5, 0.5, 0]}, "of 3 channels"),
+        ("preprocessor_config.json", {"image_std": [1e-300, 1, 1]}, "1e-300.*up to inf"),
+        ("preprocessor_config.json", {"image_mean": [1e38, 1e308, 1]}, "1e.308.*up to inf"),
+        ("preprocessor_config.json", {"rescale_factor": 65536}, "allowed are 1e.06"),
         ("preprocessor_config.json", {"size": {"longest_edge": 0}}, "longest_edge 0"),
         ("config.json", {"image_token_id": 9999}, "image token has id 9999"),
         ("config.json", {"scale_factor": 0}, "scale_factor is 0"),

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MAX_PIXELS = 1 << 26
 """Of one picture (67 million): a small file can claim more than memory holds."""
 
+MAX_SIDE = 1 << 16
+"""Longest side: what scaling takes of memory grows with it."""
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the formats that are decoded; its rarer decoders are left alone."""
 
@@ -174,6 +177,12 @@ def _check_size(size: tuple[int, int], where: str) -> None:
             "make it smaller",
             parameter="multi_modal_data",
         )
+    if max(size) > MAX_SIDE:
+        raise InvalidParameterError(
+            f"{where} is {width} x {height} pixels, and no side may have more than {MAX_SIDE}; "
+            "make it smaller",
+            parameter="multi_modal_data",
+        )
 
 
 def _flatten(image: Image) -> Image:
@@ -181,7 +190,7 @@ def _flatten(image: Image) -> Image:
     import PIL.Image
     import PIL.ImageOps
 
-    upright = PIL.ImageOps.exif_transpose(image)
+    upright = _to_bytes(PIL.ImageOps.exif_transpose(image))
     if upright.mode == "RGB" and "transparency" not in upright.info:
         return upright
     if "A" not in upright.getbands() and "transparency" not in upright.info:
@@ -189,6 +198,29 @@ def _flatten(image: Image) -> Image:
     rgba = upright.convert("RGBA")
     white = PIL.Image.new("RGBA", rgba.size, (255, 255, 255, 255))
     return PIL.Image.alpha_composite(white, rgba).convert("RGB")
+
+
+def _to_bytes(image: Image) -> Image:
+    """Of 16 bits the upper 8, as the decoders do with colours; other numbers must be bytes.
+
+    Pillow would cut off what is more than a byte, so that a picture of 16 bits were white.
+
+    Raises:
+        ValueError: the numbers have no range that says what is black and what is white.
+    """
+    if image.mode.startswith("I;16"):
+        import numpy as np
+        import PIL.Image
+
+        return PIL.Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode == "F":
+        raise ValueError("pixels are floats; convert it to mode L or RGB")
+    if image.mode == "I":
+        extrema: Any = image.getextrema()
+        low, high = extrema
+        if not 0 <= low <= high <= 255:
+            raise ValueError(f"pixels are {low} to {high}, not bytes; convert it to mode L or RGB")
+    return image
 
 
 def _from_array(given: Any, where: str) -> Image:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tellin.loading.images import ProcessedImage
 
 MAX_FILES = 4096
-"""Files whose content hash is remembered, so that they need not be decoded to be known."""
+"""Files and names whose content hash is remembered: they need not be decoded to be known."""
 
 
 class ProcessorCache:
@@ -53,7 +53,7 @@ class ProcessorCache:
                 self._num_bytes -= old.values.nbytes
 
     def hash_of_file(self, digest: bytes) -> str | None:
-        """Content hash of an encoded file that was decoded before, by the digest of its bytes."""
+        """Content hash of what was processed before, by the digest of a file or of its name."""
         with self._lock:
             return self._files.get(digest)
 

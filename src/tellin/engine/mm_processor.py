@@ -32,6 +32,9 @@ T = TypeVar("T")
 
 Encode = Callable[[str], list[int]]
 
+_PIXELS_AT_ONCE = 1 << 20
+"""Hashed in one go."""
+
 
 @dataclass(frozen=True)
 class PreparedImage:
@@ -121,20 +124,28 @@ class MultiModalProcessor:
     def _prepare_named(
         self, item: ImageItem, uuid: str, where: str, salt: str | None
     ) -> PreparedImage:
-        """A picture that the user names: whatever was sent first under the name counts."""
-        key = _hash("name", self._model, salt or "", uuid)
-        found = self._cache.get(key)
-        if found is None:
-            if item.data is None:
-                raise InvalidParameterError(
-                    f"{where} has the uuid {uuid!r} and no data, but no such image is cached; send "
-                    "it with its data",
-                    parameter="multi_modal_uuids",
-                    value=uuid,
-                )
-            with self._one_at_a_time:
-                found = self._process(key, to_rgb(self._read(item.data, where), where))
-        return PreparedImage(key, found)
+        """A picture that the user names: whatever was sent first under the name counts.
+
+        The name only finds it: its key is that of its content, so that two pictures that were sent
+        under one name, when the first was no longer cached, never pass for each other.
+        """
+        name = bytes.fromhex(_hash("name", self._model, salt or "", uuid))
+        key = self._cache.hash_of_file(name)
+        found = None if key is None else self._cache.get(key)
+        if key is not None and found is not None:
+            return PreparedImage(key, found)
+        if item.data is None:
+            raise InvalidParameterError(
+                f"{where} has the uuid {uuid!r} and no data, but no such image is cached; send "
+                "it with its data",
+                parameter="multi_modal_uuids",
+                value=uuid,
+            )
+        data = self._read(item.data, where)
+        with self._one_at_a_time:
+            prepared = self._find_or_process(data, where)
+        self._cache.note_file(name, prepared.key)
+        return prepared
 
     def _read(self, data: Any, where: str) -> Any:
         if isinstance(data, ImageUrl):
@@ -151,7 +162,11 @@ class MultiModalProcessor:
 
     def _content_key(self, rgb: Image) -> str:
         width, height = rgb.size
-        return _hash("rgb", self._model, struct.pack("<QQ", width, height), rgb.tobytes())
+        pixels = hashlib.sha256()
+        rows = max(1, _PIXELS_AT_ONCE // width)
+        for top in range(0, height, rows):  # a copy of a large picture is hundreds of megabytes
+            pixels.update(rgb.crop((0, top, width, min(top + rows, height))).tobytes())
+        return _hash("rgb", self._model, struct.pack("<QQ", width, height), pixels.digest())
 
     # ------------------------------------------------------------------ prompts
 

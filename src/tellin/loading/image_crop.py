@@ -30,6 +30,8 @@ _BICUBIC = 3
 _MEAN = (0.48145466, 0.4578275, 0.40821073)
 _STD = (0.26862954, 0.26130258, 0.27577711)
 """Of the pictures that CLIP was trained on."""
+_MAX_SCALED = 1 << 24
+"""Pixels of a scaled picture that are made in order to cut it."""
 
 
 class CroppedImageProcessor:
@@ -71,17 +73,30 @@ class CroppedImageProcessor:
 
     def process(self, image: Image) -> ProcessedImage:
         """Scale, cut, normalise."""
-        image = image.convert("RGB")
-        image = image.resize(
-            self._scaled_size(image.width, image.height), resampling(self._settings, _BICUBIC)
-        )
-        pixels = np.asarray(image, np.uint8)
+        if image.mode != "RGB":  # a copy of a large picture is hundreds of megabytes
+            image = image.convert("RGB")
+        pixels = np.asarray(self._scaled(image), np.uint8)
         if self._crops:
             pixels = _cut_centre(pixels, self._crop["height"], self._crop["width"])
         hp = self._hparams
         patches = cut_patches(pixels, hp.patch_size, hp.group_side)
         count = self.max_tokens_per_image
         return ProcessedImage(patches[None], self.pixel_table, self.placeholder * count, count)
+
+    def _scaled(self, image: Image) -> Image:
+        """Scaled as a whole; of one that would be huge, a ribbon, only what the cut leaves."""
+        width, height = self._scaled_size(image.width, image.height)
+        resample = resampling(self._settings, _BICUBIC)
+        if not self._crops or width * height <= _MAX_SCALED:
+            return image.resize((width, height), resample)
+        kept = min(width, self._crop["width"]), min(height, self._crop["height"])
+        left, top = (width - kept[0]) // 2, (height - kept[1]) // 2
+        right, bottom = left + kept[0], top + kept[1]
+        across, down = image.width / width, image.height / height
+        box = (left * across, top * down, right * across, bottom * down)
+        return image.resize(
+            kept, resample, (*box[:2], min(box[2], image.width), min(box[3], image.height))
+        )
 
     def _scaled_size(self, width: int, height: int) -> tuple[int, int]:
         shortest = self._size.get("shortest_edge")

@@ -67,7 +67,8 @@ class TiledImageProcessor:
     def process(self, image: Image) -> ProcessedImage:
         """Scale, cut, normalise."""
         resample = resampling(self._settings, _LANCZOS)
-        image = image.convert("RGB")
+        if image.mode != "RGB":  # a copy of a large picture is hundreds of megabytes
+            image = image.convert("RGB")
         image = image.resize(_scaled_size(image.size, self._longest), resample)
         square = (self._tile, self._tile)
         tiles: list[Image] = []

@@ -143,6 +143,10 @@ def _read_settings(folder: Path) -> TypedMapping:
     )
 
 
+_GREATEST_VALUE = 1e6
+"""Of a normalised pixel; usual are 1 to 3."""
+
+
 # ---- pixels ----------------------------------------------------------------------------------
 
 
@@ -193,8 +197,16 @@ def make_pixel_table(
     if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
         raise ModelLoadError(f"{settings.path}: image_mean and image_std must be of 3 channels")
     scaled = np.arange(256) * settings.get_float("rescale_factor", 1 / 255)
-    values = scaled.astype(np.float32)[None] - np.array(mean, np.float32)[:, None]
-    return np.asarray(values / np.array(std, np.float32)[:, None], np.float32)
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        values = scaled.astype(np.float32)[None] - np.array(mean, np.float32)[:, None]
+        table = np.asarray(values / np.array(std, np.float32)[:, None], np.float32)
+    if not np.abs(table).max() <= _GREATEST_VALUE:  # not: NaN is refused, too
+        raise ModelLoadError(
+            f"{settings.path}: rescale_factor, image_mean {list(mean)} and image_std {list(std)} "
+            f"make values of up to {np.abs(table).max():g} of pixels, allowed are "
+            f"{_GREATEST_VALUE:g}"
+        )
+    return table
 
 
 def cut_patches(
