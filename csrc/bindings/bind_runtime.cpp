@@ -96,6 +96,10 @@ class BoundProgram {
     program.add_position(x, tensor_view(type, data, rows, columns));
     arrays_.push_back(data);
   }
+  void add_token_type(int x, int type, const Bytes& data, int64_t rows, int64_t columns) {
+    program.add_token_type(x, tensor_view(type, data, rows, columns));
+    arrays_.push_back(data);
+  }
   void pack_weight(int id, int64_t begin, int64_t end) {
     const nb::gil_scoped_release release;
     const std::lock_guard<std::mutex> lock(mutex);
@@ -138,7 +142,7 @@ class BoundProgram {
   Rows forward(const Ints& token_ids, const Ints& positions, const Ints& query_start_loc,
                const Ints& seq_lens, const Table& block_table, const Ints& logits_indices,
                const std::optional<Ints>& adapter_slots, const std::optional<Floats>& embeds,
-               const std::optional<Ints>& embed_rows) {
+               const std::optional<Ints>& embed_rows, const std::optional<Ints>& token_types) {
     StepInput input;
     input.token_ids = token_ids.data();
     input.positions = positions.data();
@@ -170,6 +174,12 @@ class BoundProgram {
         throw std::invalid_argument("embed_rows must have as many entries as embeds has rows");
       }
       input.embed_rows = embed_rows->data();
+    }
+    if (token_types.has_value()) {
+      input.token_types = token_types->data();
+      if (token_types->shape(0) != token_ids.shape(0)) {
+        throw std::invalid_argument("token_types must have as many entries as token_ids");
+      }
     }
     if (block_table.shape(0) != seq_lens.shape(0)) {
       throw std::invalid_argument("block_table must have one row per request");
@@ -351,6 +361,8 @@ void bind_runtime(nb::module_& m) {
           "add_bias", [](BoundProgram& p, int x, int bias) { p.program.add_bias(x, bias); }, "x"_a, "bias"_a)
       .def("add_position", &BoundProgram::add_position, "x"_a, "quant_type"_a, "data"_a, "rows"_a,
            "columns"_a)
+      .def("add_token_type", &BoundProgram::add_token_type, "x"_a, "quant_type"_a, "data"_a, "rows"_a,
+           "columns"_a)
       .def(
           "gather_rows", [](BoundProgram& p, int x, int out) { p.program.gather_rows(x, out); }, "x"_a,
           "out"_a)
@@ -380,7 +392,8 @@ void bind_runtime(nb::module_& m) {
       .def("forward", &BoundProgram::forward, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
            "query_start_loc"_a.noconvert(), "seq_lens"_a.noconvert(), "block_table"_a.noconvert(),
            "logits_indices"_a.noconvert(), "adapter_slots"_a.noconvert() = nb::none(),
-           "embeds"_a.noconvert() = nb::none(), "embed_rows"_a.noconvert() = nb::none())
+           "embeds"_a.noconvert() = nb::none(), "embed_rows"_a.noconvert() = nb::none(),
+           "token_types"_a.noconvert() = nb::none())
       .def("hidden", &BoundProgram::hidden)
       .def("block_maxima", &BoundProgram::block_maxima)
       .def("set_profile", &BoundProgram::set_profile, "enabled"_a)

@@ -242,17 +242,28 @@ void Program::add_bias(int x, int bias) {
 }
 
 void Program::add_position(int x, const TensorView& table) {
+  add_table(x, table, /*by_token_type=*/false);
+  const int64_t known = state_->num_positions;
+  state_->num_positions = known < 0 ? table.rows : std::min(known, table.rows);
+}
+
+void Program::add_token_type(int x, const TensorView& table) {
+  add_table(x, table, /*by_token_type=*/true);
+  const int64_t known = state_->num_token_types;
+  state_->num_token_types = known == 0 ? table.rows : std::min(known, table.rows);
+}
+
+void Program::add_table(int x, const TensorView& table, bool by_token_type) {
   Buffer& target = state_->buffer(x);
   require_tokens(target);
   check_tensor(table);
-  require(table.columns == target.width, "the position table's width must be that of its operand");
+  require(table.columns == target.width, "the table's width must be that of its operand");
   RowOp op = make(RowOp::Kind::kAddTable);
   op.x = &target;
   op.y = &state_->buffer(add_buffer(target.width, /*logit_rows=*/false));
   op.table = table.data;
   op.table_type = table.type;
-  const int64_t known = state_->num_positions;
-  state_->num_positions = known < 0 ? table.rows : std::min(known, table.rows);
+  op.by_token_type = by_token_type;
   state_->append(op, target);
 }
 

@@ -77,6 +77,10 @@ void Program::check_step(const StepInput& in) const {
     require(in.positions[t] >= 0 && in.positions[t] < positions, row_text("positions", t, in.positions[t]) +
                                                                      "; valid positions are 0 to " +
                                                                      std::to_string(positions - 1));
+    const int64_t types = state.num_token_types;
+    require(in.token_types == nullptr || (in.token_types[t] >= 0 && in.token_types[t] < types),
+            "token_types[" + std::to_string(t) + "] is out of range; the plan has " + std::to_string(types) +
+                " types");
   }
   for (int64_t i = 0; i < in.num_logits; ++i) {
     require(in.logits_indices[i] >= 0 && in.logits_indices[i] < in.num_tokens,
@@ -256,6 +260,7 @@ class Program::Run final : public ThreadTeam::Job {
       pass.embed_index = input_.num_embeds > 0 ? state_.embed_index.data() + pass.first_row : nullptr;
       pass.token_ids = input_.token_ids + pass.first_row;
       pass.positions = input_.positions + pass.first_row;
+      pass.token_types = input_.token_types == nullptr ? nullptr : input_.token_types + pass.first_row;
       pass.slots = state_.slots.data() + (state_.slots.empty() ? 0 : pass.first_row);
       for (const auto& schedule : pass.schedules) schedule->build(pass.requests);
     }

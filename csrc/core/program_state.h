@@ -28,10 +28,11 @@ struct Program::State {
   bool has_full_attention = false;    // encoder: a request must be in one pass
   bool logits_before_gather = false;  // a gather follows work on logit rows: stages cannot be reordered
   int64_t vocab_size = 0;
-  int64_t num_embeddings = 0;  // least number of rows of any embedding table
-  int64_t embed_width = 0;     // of all embeddings and inputs; -1 = they differ
-  bool needs_embeds = false;   // every row must be given
-  int64_t num_positions = -1;  // least number of rows of any position table
+  int64_t num_embeddings = 0;   // least number of rows of any embedding table
+  int64_t embed_width = 0;      // of all embeddings and inputs; -1 = they differ
+  bool needs_embeds = false;    // every row must be given
+  int64_t num_positions = -1;   // least number of rows of any position table
+  int64_t num_token_types = 0;  // likewise of token type tables; 0 = the plan has none
 
   std::vector<std::unique_ptr<Buffer>> buffers;  // of the plan, then internal ones
   std::vector<std::unique_ptr<std::vector<float>>> vectors;

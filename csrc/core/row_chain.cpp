@@ -37,7 +37,7 @@ const char* name(RowOp::Kind kind) {
     case RowOp::Kind::kAddBias:
       return "add_bias";
     case RowOp::Kind::kAddTable:
-      return "add_position";
+      return "add_table";
     case RowOp::Kind::kScale:
       return "scale";
     case RowOp::Kind::kSoftcap:
@@ -148,7 +148,9 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       return k.add(op.x->row(row), op.bias, op.x->width, op.x->row(row));
     case RowOp::Kind::kAddTable: {
       float* scratch = op.y->row(row);
-      kernels_.linear->dequantize_row(op.table_type, op.table, pass_->positions[row], op.x->width, scratch);
+      int32_t entry = pass_->positions[row];
+      if (op.by_token_type) entry = pass_->token_types == nullptr ? 0 : pass_->token_types[row];
+      kernels_.linear->dequantize_row(op.table_type, op.table, entry, op.x->width, scratch);
       return k.add(op.x->row(row), scratch, op.x->width, op.x->row(row));
     }
     case RowOp::Kind::kScale:

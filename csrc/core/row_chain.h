@@ -24,7 +24,7 @@ struct RowOp {
     kGateRows,    // out = x * sigmoid(y), y one value
     kAdd,         // out = x + y
     kAddBias,     // x += bias
-    kAddTable,    // x += table[position]
+    kAddTable,    // x += table[position], or of the token's type
     kScale,       // x *= factor
     kSoftcap,     // x = factor * tanh(x / factor)
     kQuantize,    // quantised rows of x
@@ -42,6 +42,7 @@ struct RowOp {
   Activation act = Activation::kSilu;
   ActPrecision precision = ActPrecision::kInt8;
   bool interleaved = false;
+  bool by_token_type = false;  // kAddTable
   // kEmbed, kAddTable: the table as it lies in the file
   QuantType table_type = QuantType::F32;
   const uint8_t* table = nullptr;

@@ -72,6 +72,7 @@ struct Pass {
   int64_t num_logits = 0;  // rows of the step; 0 in all passes but the last
   const int32_t* token_ids = nullptr;
   const int32_t* positions = nullptr;
+  const int32_t* token_types = nullptr;  // nullptr: all 0
   const int64_t* slots = nullptr;        // KV slot of each row
   const float* embeds = nullptr;         // of the step: rows that are given
   const int32_t* embed_index = nullptr;  // which of them each row is, -1 = none; nullptr: no row is given

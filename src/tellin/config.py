@@ -31,6 +31,13 @@ class PoolerConfig:
     """Lengths that are allowed; empty = all."""
     max_seq_length: int | None = None
     """Longest input the embeddings were made for, in tokens; None = the model's context."""
+    num_labels: int = 0
+    """Scores that a classifier gives a text, or a cross-encoder a pair (1); 0 = it embeds."""
+    labels: tuple[str, ...] = ()
+    """Names of a classifier's classes; empty = LABEL_0, LABEL_1, ..."""
+    score_activation: str = "auto"
+    """What makes scores of a classifier's logits: sigmoid, softmax or none; auto = sigmoid for one
+    label, softmax for several."""
 
 
 @dataclass(frozen=True)

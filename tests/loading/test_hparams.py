@@ -349,11 +349,7 @@ def test_hf_bert() -> None:
         ({"quantization_config": {}}, UnsupportedModelError, "use the original weights or a GGUF"),
         ({"use_bidirectional_attention": True}, UnsupportedModelError, "both directions"),
         ({"is_causal": False}, UnsupportedModelError, "both directions"),
-        (
-            {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
-            UnsupportedModelError,
-            "cross-encoder",
-        ),
+        ({"model_type": "roberta", "pad_token_id": -3}, ModelLoadError, "pad_token_id is -3"),
         ({"hidden_size": "big"}, ModelLoadError, "'hidden_size' is a str"),
         ({"hidden_size": None}, ModelLoadError, "'hidden_size'.*is missing"),
         ({"num_attention_heads": 0}, ModelLoadError, "num_attention_heads is 0"),

@@ -90,7 +90,40 @@ def test_gguf(number: int, kind: str) -> None:
     assert pooler_from_gguf(values, "llama") is None
 
 
-def test_gguf_rank_is_not_supported() -> None:
-    values = TypedMapping(Path("x.gguf"), {"bert.pooling_type": 4})
+def test_gguf_rank() -> None:
+    """Encoders have a head of their own; how a decoder's states become a score is not in a file."""
+    values = TypedMapping(Path("x.gguf"), {"bert.pooling_type": 4, "qwen3.pooling_type": 4})
+    assert pooler_from_gguf(values, "bert") == PoolerConfig("CLS", num_labels=1)
     with pytest.raises(UnsupportedModelError, match="pooling_type is 4"):
-        pooler_from_gguf(values, "bert")
+        pooler_from_gguf(values, "qwen3")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({}, PoolerConfig("CLS", num_labels=2)),
+        ({"num_labels": 1}, PoolerConfig("CLS", num_labels=1)),
+        ({"id2label": {"1": "b", "0": "a"}}, PoolerConfig("CLS", num_labels=2, labels=("a", "b"))),
+        (
+            {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+            PoolerConfig("CLS", num_labels=2, score_activation="none"),
+        ),
+        (
+            {"sentence_transformers": {"activation_fn": "torch.nn.Sigmoid"}, "problem_type": "x"},
+            PoolerConfig("CLS", num_labels=2, score_activation="sigmoid"),
+        ),
+        (
+            {"problem_type": "multi_label_classification"},
+            PoolerConfig("CLS", num_labels=2, score_activation="sigmoid"),
+        ),
+        (
+            {"architectures": ["Qwen2ForSequenceClassification"]},
+            PoolerConfig("LAST", num_labels=2),
+        ),
+    ],
+)
+def test_classifiers(config: dict[str, Any], expected: PoolerConfig, tmp_path: Path) -> None:
+    """A classifier's head comes before what a sentence-transformers folder says of pooling."""
+    write(tmp_path)
+    names = {"architectures": ["BertForSequenceClassification"]}
+    assert read(tmp_path, **(names | config)) == expected

@@ -89,8 +89,6 @@ def test_costs_count_what_is_there(name: str) -> None:
     hp = ALL_CASES[name]
     shapes = tensor_shapes(hp, DENSE_LAYERS.get(name, ()))
     sizes = {key: int(np.prod(shape)) for key, shape in shapes.items()}
-    if name == "bert":
-        sizes["embed_token_types.weight"] //= 2  # one of two segments is used
     cost = plan_cost(build_plan(tiny_source(name)))
     assert cost.num_parameters == sum(sizes.values())
     assert cost.weight_bytes == 4 * cost.num_parameters

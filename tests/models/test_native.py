@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tellin.kernels import _C
+from tellin.kernels.batch import StepBatch
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading.tensors import QuantType, TensorRef
@@ -162,3 +163,28 @@ def test_hidden_states(name: str) -> None:
     for backend in (reference, native):
         logits_of(backend, tiny_token_ids())
     np.testing.assert_allclose(native.hidden(), reference.hidden(), rtol=0, atol=1e-4)
+
+
+def test_token_types() -> None:
+    """A row per token of the table of types, without them the first; other types are refused."""
+    plan = tiny_plan("bert")
+    ids = np.arange(4, dtype=np.int32)
+    zero = np.zeros(4, np.int32)
+    batch = StepBatch(ids, ids, np.array([0, 4], np.int32), np.array([4], np.int32),
+                      np.zeros((1, 1), np.int32), ids)  # fmt: skip
+    native = NativeBackend(plan)
+    found = {}
+    for name, types in (("none", None), ("zero", zero), ("pair", np.array([0, 0, 1, 1], np.int32))):
+        step = replace(batch, token_types=types)
+        found[name] = native.forward(step).copy()
+        expected = ReferenceBackend(plan).forward(step)
+        np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-4)
+    np.testing.assert_array_equal(found["none"], found["zero"])
+    assert (found["pair"] != found["zero"]).any(axis=1).all()
+    for types in (zero + 2, zero - 1):
+        with pytest.raises(ValueError, match=r"token_types\[0\].*2 types"):
+            native.forward(replace(batch, token_types=types))
+    with pytest.raises(ValueError, match="as many entries"):
+        native.forward(replace(batch, token_types=zero[:3]))
+    with pytest.raises(ValueError, match="0 types"):
+        NativeBackend(tiny_plan("llama")).forward(replace(batch, token_types=zero))

@@ -127,7 +127,7 @@ def test_9_4_7_not_a_number_is_an_error_of_that_request() -> None:
 class HiddenBackend(FakeBackend):
     """Hidden states ``[position, token id, 1]`` of the rows that are asked for."""
 
-    plan = SimpleNamespace(hidden=SimpleNamespace(rows="logits"))
+    plan = SimpleNamespace(hidden=SimpleNamespace(rows="logits"), ops=())
 
     def forward(self, batch: Any) -> Any:
         self.last = batch

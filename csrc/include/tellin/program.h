@@ -41,6 +41,7 @@ struct StepInput {
   const int32_t* embed_rows = nullptr;     // [num_embeds], ascending
   int64_t num_embeds = 0;
   int64_t embed_width = 0;
+  const int32_t* token_types = nullptr;  // [num_tokens]; nullptr = all 0
 };
 
 // A tensor as it lies in its file: rows of whole blocks. Must stay valid as long as the program for
@@ -130,6 +131,7 @@ class Program {
   void add(int x, int y, int out);
   void add_bias(int x, int bias);
   void add_position(int x, const TensorView& table);
+  void add_token_type(int x, const TensorView& table);
   void gather_rows(int x, int out);
   void scale(int x, float factor);
   void softcap(int x, float cap);
@@ -188,6 +190,7 @@ class Program {
   class Run;
 
   const Weight& checked_weight(int id, const Buffer& input) const;
+  void add_table(int x, const TensorView& table, bool by_token_type);
   void add_linear(Buffer& input, std::vector<LinearPart> parts);
   ExpertMatrices expert_matrices(const ExpertParts& parts, const Buffer& input, int64_t rows) const;
   void check_step(const StepInput& input) const;

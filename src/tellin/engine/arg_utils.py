@@ -57,6 +57,7 @@ KV_CACHE_DTYPES = ("auto", "float32", "float16", "int16", "int8")
 MAX_LORAS = 4096
 MAX_LORA_RANK = 512
 POOLING_TYPES = ("LAST", "CLS", "MEAN")
+SCORE_ACTIVATIONS = ("auto", "sigmoid", "softmax", "none")
 
 
 def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> EngineConfig:
@@ -165,6 +166,11 @@ def _model_config(
             f"runner={args.runner!r} does not suit this model: {metadata.architecture!r} is an "
             "encoder, made for 'pooling'"
         )
+    if args.runner in ("generate", "both") and metadata.is_classifier:
+        raise UnsupportedFeatureError(
+            f"runner={args.runner!r} does not suit this model: it is a classifier, made for "
+            "'pooling'"
+        )
     runner = metadata.runner_type if args.runner == "auto" else args.runner
     runner_type = "generate" if runner == "both" else runner
     if runner_type == "pooling":
@@ -226,8 +232,22 @@ def _pooler_config(args: EngineArgs, metadata: ModelMetadata) -> PoolerConfig:
         given = dataclasses.asdict(base) | given
         sizes = given["matryoshka_dimensions"]
         given["matryoshka_dimensions"] = tuple(sizes) if isinstance(sizes, list) else sizes
+        labels = given["labels"]
+        given["labels"] = tuple(labels) if isinstance(labels, list) else labels
     config = config_from_dict("pooler_config", PoolerConfig, given) or base
     check_choice("pooler_config.pooling_type", config.pooling_type, POOLING_TYPES)
+    check_choice("pooler_config.score_activation", config.score_activation, SCORE_ACTIVATIONS)
+    if (config.num_labels, config.labels) != (base.num_labels, base.labels):
+        raise InvalidParameterError(
+            "pooler_config.num_labels and labels are the model's own: leave them out",
+            parameter="pooler_config",
+        )
+    if config.num_labels and config.pooling_type != base.pooling_type:
+        raise InvalidParameterError(
+            f"pooler_config.pooling_type is {config.pooling_type}, but the classifier of this "
+            f"model was trained on {base.pooling_type}",
+            parameter="pooler_config",
+        )
     check_bool("pooler_config.use_activation", config.use_activation)
     check_bool("pooler_config.is_matryoshka", config.is_matryoshka)
     name = "pooler_config.matryoshka_dimensions"

@@ -32,6 +32,7 @@ from tellin.engine.prompts import (
     RenderedPrompt,
     check_rendered,
     is_rendered,
+    note_token_types,
 )
 from tellin.engine.renderer import Renderer
 from tellin.exceptions import (
@@ -118,6 +119,8 @@ class InputProcessor:
         pools = isinstance(final_params, PoolingParams)
         rendered = self.render(prompt, tokenization_kwargs, pools)
         token_ids = rendered["prompt_token_ids"]
+        if isinstance(final_params, PoolingParams):
+            note_token_types(final_params, rendered)
         model = self.config.model_config
         check_prompt(token_ids, model.vocab_size, model.max_model_len)
         if isinstance(final_params, SamplingParams):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from tellin.checks import check_int
 from tellin.config import EngineConfig, ModelConfig
 from tellin.exceptions import (
     ContextLengthError,
@@ -222,6 +223,9 @@ def check_pooling_params(
         )
     if params.dimensions is not None:
         _check_dimensions(params.dimensions, model)
+    start = (params.extra_kwargs or {}).get("compressed_token_type_ids")
+    if start is not None:
+        check_int("compressed_token_type_ids", start, 0)
 
 
 def _check_dimensions(dimensions: int, model: ModelConfig) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NotRequired, TypedDict, cast
 from tellin.checks import check_bool, check_float, check_int, check_str
 from tellin.engine.mm_inputs import ImageItem, read_items
 from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
+from tellin.sampling_params import PoolingParams
 
 
 class TextPrompt(TypedDict, total=False):
@@ -67,6 +68,8 @@ class RenderedPrompt(TypedDict, total=False):
     arrival_time: float
     num_truncated_tokens: int
     mm_items: dict[str, MultiModalItems]
+    token_type_ids: list[int]
+    """Of a pair of texts: 0 for tokens of the first, then 1 for those of the second."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +161,9 @@ def check_rendered(prompt: Mapping[str, Any]) -> RenderedPrompt:
     result = cast("RenderedPrompt", dict(prompt))
     result["prompt_token_ids"] = check_token_ids(prompt.get("prompt_token_ids"))
     _check_text(prompt.get("prompt"), prompt.get("cache_salt"))
+    types = prompt.get("token_type_ids")
+    if types is not None:
+        result["token_type_ids"] = _check_token_types(types, len(result["prompt_token_ids"]))
     arrival_time = prompt.get("arrival_time")
     if arrival_time is not None:
         check_float("arrival_time", arrival_time, 0, math.inf)
@@ -167,6 +173,30 @@ def check_rendered(prompt: Mapping[str, Any]) -> RenderedPrompt:
             parameter="mm_items",
         )
     return result
+
+
+def _check_token_types(types: Any, num_tokens: int) -> list[int]:
+    is_list = isinstance(types, list | tuple) and all(type(one) is int for one in types)
+    if not is_list or len(types) != num_tokens or list(types) != sorted(types):
+        raise InvalidParameterError(
+            f"token_type_ids must be {num_tokens} integers, one for each token: 0 for the first "
+            "text of a pair, then 1",
+            parameter="token_type_ids",
+        )
+    if types and (types[0] < 0 or types[-1] > 1):
+        raise InvalidParameterError(
+            f"token_type_ids are 0 or 1, got {types[0] if types[0] < 0 else types[-1]}",
+            parameter="token_type_ids",
+        )
+    return list(types)
+
+
+def note_token_types(params: PoolingParams, prompt: RenderedPrompt) -> None:
+    """Put into ``params`` where the second text of a pair begins, for the worker."""
+    types = prompt.get("token_type_ids")
+    if types is not None and 1 in types:
+        start = types.index(1)
+        params.extra_kwargs = {**(params.extra_kwargs or {}), "compressed_token_type_ids": start}
 
 
 def _check_keys(prompt: Mapping[str, Any], known: frozenset[str], what: str) -> None:

@@ -25,9 +25,11 @@ from tellin.engine.chat_messages import (
 )
 from tellin.engine.control_checks import check_mapping
 from tellin.engine.mm_inputs import holds_images
+from tellin.engine.pairs import TextPair, encode_pair
 from tellin.engine.prompts import (
     CHAT_TOKENIZE_PARAMS,
     COMPLETION_TOKENIZE_PARAMS,
+    POOLING_TOKENIZE_PARAMS,
     ParsedPrompt,
     RenderedPrompt,
     TokenizeParams,
@@ -207,6 +209,39 @@ class Renderer:
         if _is_short(prompts):
             return self.render_cmpl(prompts, tok_params, prompt_extras)
         return await asyncio.to_thread(self.render_cmpl, prompts, tok_params, prompt_extras)
+
+    def render_pairs(
+        self, pairs: Sequence[TextPair], tok_params: TokenizeParams | None = None
+    ) -> list[RenderedPrompt]:
+        """Tokenise pairs of texts, each as one prompt.
+
+        Raises:
+            RequestError: a text cannot be tokenised, or has an absurd length.
+        """
+        params = tok_params or POOLING_TOKENIZE_PARAMS
+        return [self._render_pair(pair, params) for pair in pairs]
+
+    def _render_pair(self, pair: TextPair, params: TokenizeParams) -> RenderedPrompt:
+        arrival_time = time.time()
+        limit = self._truncation_limit(params)
+        if limit is None:
+            for text in pair:
+                self._check_text_length(text)
+        token_ids, types, num_cut = encode_pair(
+            self.get_tokenizer(),
+            pair,
+            add_special_tokens=params.add_special_tokens,
+            limit=limit,
+            truncation_side=params.truncation_side or "right",
+        )
+        return RenderedPrompt(
+            type="token",
+            prompt_token_ids=token_ids,
+            prompt=None,
+            arrival_time=arrival_time,
+            num_truncated_tokens=num_cut,
+            token_type_ids=types,
+        )
 
     def _render(
         self, prompt: Any, params: TokenizeParams, extras: Mapping[str, Any] | None

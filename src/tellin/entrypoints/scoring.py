@@ -7,6 +7,23 @@ from collections.abc import Sequence
 
 SCORING_TASK = "embed"
 """The pooling task whose results are compared."""
+PAIR_TASK = "score"
+"""The pooling task of cross-encoders, which read both texts at once."""
+
+
+def why_no_scores(tasks: Sequence[str], how_to_start: str) -> str:
+    """What a model without `SCORING_TASK` and `PAIR_TASK` is told.
+
+    Args:
+        how_to_start: an engine that generates as one that embeds as well.
+    """
+    if "classify" in tasks:
+        return (
+            "it is a classifier of several labels, and scores are made of embeddings or by a "
+            f"classifier of one label; it supports: {', '.join(tasks)}"
+        )
+    hint = f" ({how_to_start})" if "generate" in tasks else ""
+    return f"it does not embed, which scores are made of; it supports: {', '.join(tasks)}{hint}"
 
 
 def cosine(a: Sequence[float], b: Sequence[float]) -> float:

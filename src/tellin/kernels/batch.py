@@ -34,3 +34,5 @@ class StepBatch:
     """``[E, width]`` float32: rows that are given instead of looked up."""
     embed_rows: npt.NDArray[np.int32] | None = None
     """``[E]`` the step's rows that ``embeds`` stands for, ascending."""
+    token_types: npt.NDArray[np.int32] | None = None
+    """``[T]`` which of a pair's texts each token belongs to; None = all to the first (0)."""

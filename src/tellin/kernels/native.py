@@ -226,6 +226,7 @@ class NativeBackend:
             batch.adapter_slots,
             batch.embeds,
             batch.embed_rows,
+            batch.token_types,
         )
 
     def hidden(self) -> npt.NDArray[np.float32]:
@@ -544,6 +545,10 @@ class _Compiler:
         self.tables.append(op.weight)
         self._call(op, self.program.add_position, self._buffer(op.x), *_tensor(op.weight))
 
+    def _add_token_type(self, op: ir.AddTokenTypeEmbedding) -> None:
+        self.tables.append(op.weight)
+        self._call(op, self.program.add_token_type, self._buffer(op.x), *_tensor(op.weight))
+
     def _gather_rows(self, op: ir.GatherRows) -> None:
         self._call(op, self.program.gather_rows, self._buffer(op.x), self._buffer(op.out))
 
@@ -572,6 +577,7 @@ _EMIT: dict[type[ir.Op], Callable[[_Compiler, Any], None]] = {
     ir.Add: _Compiler._add,
     ir.AddBias: _Compiler._add_bias,
     ir.AddPositionEmbedding: _Compiler._add_position,
+    ir.AddTokenTypeEmbedding: _Compiler._add_token_type,
     ir.GatherRows: _Compiler._gather_rows,
     ir.Scale: _Compiler._scale,
     ir.Softcap: _Compiler._softcap,

@@ -331,6 +331,11 @@ class ReferenceBackend:
     def _add_position_embedding(self, op: ir.AddPositionEmbedding) -> None:
         self._set(op.x, self._get(op.x) + self._weights[op.weight][self._step().positions])
 
+    def _add_token_type_embedding(self, op: ir.AddTokenTypeEmbedding) -> None:
+        types = self._step().token_types
+        table = self._weights[op.weight]
+        self._set(op.x, self._get(op.x) + (table[:1] if types is None else table[types]))
+
     def _gather_rows(self, op: ir.GatherRows) -> None:
         self._set(op.out, self._get(op.x)[self._step().logits_indices])
 
@@ -446,6 +451,7 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Add: ReferenceBackend._add,
     ir.AddBias: ReferenceBackend._add_bias,
     ir.AddPositionEmbedding: ReferenceBackend._add_position_embedding,
+    ir.AddTokenTypeEmbedding: ReferenceBackend._add_token_type_embedding,
     ir.GatherRows: ReferenceBackend._gather_rows,
     ir.Scale: ReferenceBackend._scale,
     ir.Softcap: ReferenceBackend._softcap,

@@ -48,7 +48,9 @@ _ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "roberta": "bert",
     "smollm3": "smollm3",
+    "xlm-roberta": "bert",
 }
 """``model_type`` to architecture."""
 
@@ -289,12 +291,11 @@ class _Reader:
 
     def bert(self) -> ModelHParams:
         config = self.config
-        for name in config.get_strings("architectures") if config.has("architectures") else ():
-            if name.endswith("ForSequenceClassification"):
-                raise UnsupportedModelError(
-                    f"{self.path}: {name} (a classifier or cross-encoder) is not supported; "
-                    "supported are encoders that embed"
-                )
+        # RoBERTa leaves the rows up to the padding id unused.
+        is_roberta = config.get_str("model_type") in ("roberta", "xlm-roberta")
+        offset = config.get_int("pad_token_id", 1) + 1 if is_roberta else 0
+        if not 0 <= offset < 1 << 24:
+            raise ModelLoadError(f"{self.path}: pad_token_id is {offset - 1}")
         positions = config.get_str("position_embedding_type", "absolute")
         if positions != "absolute":
             raise UnsupportedModelError(f"{self.path}: {positions!r} positions are not supported")
@@ -307,12 +308,13 @@ class _Reader:
             num_key_value_heads=self.num_heads,
             head_dim=self.hidden_size // self.num_heads,
             vocab_size=config.get_int("vocab_size"),
-            max_position_embeddings=config.get_int("max_position_embeddings", 512),
+            max_position_embeddings=config.get_int("max_position_embeddings", 512) - offset,
             norm_eps=config.get_float("layer_norm_eps", 1e-12),
             hidden_act=self._activation("gelu"),
             tie_word_embeddings=True,
             attention_bias=True,
             mlp_bias=True,
+            position_offset=offset,
         )
 
     def with_experts(self, hparams: ModelHParams) -> ModelHParams:

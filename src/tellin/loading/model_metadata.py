@@ -99,6 +99,11 @@ class ModelMetadata:
         return self.architecture in ENCODER_ARCHITECTURES
 
     @property
+    def is_classifier(self) -> bool:
+        """Whether the model gives scores of labels, or of pairs of texts, instead of vectors."""
+        return self.pooler is not None and self.pooler.num_labels > 0
+
+    @property
     def runner_type(self) -> str:
         """``generate`` or ``pooling``: what the model is made for."""
         return "pooling" if self.is_encoder or self.pooler is not None else "generate"

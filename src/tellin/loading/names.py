@@ -14,6 +14,7 @@ tensors that its architecture did not use, so nothing is dropped in silence.
 ``embed_positions``, ``embed_token_types``      ``embed_layernorm.{weight,bias}`` (BERT)
 ``layers.{i}.mlp.gate.weight`` (router)         ``layers.{i}.mlp.experts.{e}.{gate,up,down}_proj``
 ``layers.{i}.mlp.shared_expert_gate.weight``    ``layers.{i}.mlp.shared_expert.{gate,up,down}_proj``
+``classifier.out_proj.{weight,bias}`` (scores)  ``classifier.dense``, ``pooler.dense`` (before it)
 =============================================== =================================================
 
 Matrices that a file stacks, one expert on the other, become one tensor per expert: views again.
@@ -36,6 +37,7 @@ _GGUF_GLOBAL = {
     "position_embd": "embed_positions",
     "token_types": "embed_token_types",
     "token_embd_norm": "embed_layernorm",
+    "cls": "classifier.dense",
 }
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -86,7 +88,7 @@ _HF_GLM4 = {
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
 _HF_PREFIX = re.compile(
-    r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.)"
+    r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.|roberta\.)"
 )
 _HF_CONSTANT = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z")
 """Constants that old checkpoints store."""
@@ -169,7 +171,7 @@ def canonical_from_gguf(
         match = _GGUF_GLOBAL_NAME.match(name)
         if match and match[1] in _GGUF_GLOBAL:
             return f"{_GGUF_GLOBAL[match[1]]}.{match[2]}"
-        return name
+        return _canonical_head(name)
 
     return _canonical(path, hparams, tensors.values(), rename)
 
@@ -198,7 +200,13 @@ def canonical_hf_name(architecture: str, name: str) -> str:
     elif architecture in WITH_EXPERTS and (".block_sparse_moe." in name or ".experts." in name):
         for pattern, replacement in _HF_EXPERTS:
             name = pattern.sub(replacement, name)
-    return name
+    return _canonical_head(name)
+
+
+def _canonical_head(name: str) -> str:
+    """A classifier's last matrix has three names; the others keep theirs."""
+    stem, _, kind = name.rpartition(".")
+    return f"classifier.out_proj.{kind}" if stem in ("classifier", "score", "cls.output") else name
 
 
 def is_dropped_hf_name(name: str) -> bool:

@@ -1,7 +1,8 @@
 """How a model wants its hidden states pooled, read from the small files beside its weights.
 
 Sentence-transformers folders say it in ``modules.json`` and the pooling module's own folder, GGUF
-files in ``<architecture>.pooling_type``. What is not said is None: the engine has defaults.
+files in ``<architecture>.pooling_type``, classifiers and cross-encoders in ``config.json``. What is
+not said is None: the engine has defaults.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tellin.loading.json_file import read_optional_json_object
 from tellin.loading.typed_mapping import TypedMapping
 
 _GGUF_POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}
+_GGUF_RANK = 4
 """Source: GGUF specification, pooling types; 0 = none, 4 = rank (a cross-encoder's score)."""
 
 _FLAGS = {
@@ -30,9 +32,29 @@ _FLAGS = {
 _NAMES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 _SUPPORTED = ("CLS", "MEAN", "LAST")
 
+_CLASSIFIER = "ForSequenceClassification"
+_CLASSIFIERS = {
+    "Bert": "CLS",
+    "Roberta": "CLS",
+    "XLMRoberta": "CLS",
+    "Llama": "LAST",
+    "Mistral": "LAST",
+    "Qwen2": "LAST",
+    "Qwen3": "LAST",
+}
+"""Token whose state a classifier of a family judges."""
+_ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+"""PyTorch's modules that cross-encoders name."""
+_PROBLEM_TYPES = {
+    "regression": "none",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+_MAX_LABELS = 1 << 20
+
 
 def pooler_from_folder(folder: Path, config: TypedMapping) -> PoolerConfig | None:
-    """Pooling of a sentence-transformers folder; None for a folder that is none.
+    """Pooling of a classifier or of a sentence-transformers folder; None for other folders.
 
     Args:
         config: the model's ``config.json``.
@@ -42,6 +64,9 @@ def pooler_from_folder(folder: Path, config: TypedMapping) -> PoolerConfig | Non
             supported.
         ModelLoadError: one of the files is damaged.
     """
+    classifier = _classifier(config)
+    if classifier is not None:
+        return classifier
     modules = _modules(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
     if "Pooling" not in kinds:
@@ -79,11 +104,77 @@ def pooler_from_gguf(values: TypedMapping, architecture: str) -> PoolerConfig | 
     number = values.get_int(key, 0)
     if number == 0:
         return None
+    if number == _GGUF_RANK and architecture == "bert":
+        names = f"{architecture}.classifier.output_labels"
+        labels = tuple(values.get_strings(names)) if values.has(names) else ()
+        return PoolerConfig("CLS", num_labels=max(len(labels), 1), labels=labels)
     if number not in _GGUF_POOLING:
         raise UnsupportedModelError(
-            f"{values.path}: {key} is {number}; supported are 1 (mean), 2 (cls) and 3 (last)"
+            f"{values.path}: {key} is {number}; supported are 1 (mean), 2 (cls), 3 (last), and "
+            "4 (rank) of bert"
         )
     return PoolerConfig(pooling_type=_GGUF_POOLING[number])
+
+
+def _classifier(config: TypedMapping) -> PoolerConfig | None:
+    """What ``config.json`` says of a classifier or cross-encoder; None if it is of another model.
+
+    Source: the documented fields of configurations (transformers 5.24) and of cross-encoders
+    (sentence-transformers 5).
+    """
+    names = config.get_strings("architectures") if config.has("architectures") else ()
+    name = next((name for name in names if name.endswith(_CLASSIFIER)), None)
+    if name is None:
+        return None
+    family = name.removesuffix(_CLASSIFIER)
+    if family not in _CLASSIFIERS:
+        raise UnsupportedModelError(
+            f"{config.path}: classifier {name} is not supported; supported are "
+            f"{', '.join(_CLASSIFIERS)}, each with {_CLASSIFIER}"
+        )
+    labels = _labels(config)
+    num_labels = len(labels) or config.get_int("num_labels", 2)
+    if not 1 <= num_labels <= _MAX_LABELS:
+        raise ModelLoadError(f"{config.path}: num_labels is {num_labels}, allowed are 1 to 2^20")
+    return PoolerConfig(
+        _CLASSIFIERS[family],
+        num_labels=num_labels,
+        labels=labels,
+        score_activation=_score_activation(config),
+    )
+
+
+def _labels(config: TypedMapping) -> tuple[str, ...]:
+    """``id2label``: names of the classes in order; none if the file has none."""
+    if not config.has("id2label"):
+        return ()
+    given = config.get_mapping("id2label")
+    labels = [given.get(str(i)) for i in range(len(given))]
+    if not all(isinstance(label, str) for label in labels):
+        raise ModelLoadError(
+            f"{config.path}: key 'id2label' must name the labels 0 to {len(labels) - 1}"
+        )
+    return tuple(str(label) for label in labels)
+
+
+def _score_activation(config: TypedMapping) -> str:
+    """What a cross-encoder's own files say, before what suits the kind of problem."""
+    own = config.get_mapping("sentence_transformers") if config.has("sentence_transformers") else {}
+    name = own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
+    if name is not None:
+        short = str(name).rpartition(".")[2]
+        if short not in _ACTIVATIONS:
+            raise UnsupportedModelError(
+                f"{config.path}: activation {name!r} of scores is not supported; supported are "
+                f"{', '.join(_ACTIVATIONS)}"
+            )
+        return _ACTIVATIONS[short]
+    problem = config.get_str("problem_type", "")
+    if problem and problem not in _PROBLEM_TYPES:
+        raise ModelLoadError(
+            f"{config.path}: problem_type is {problem!r}, allowed are {', '.join(_PROBLEM_TYPES)}"
+        )
+    return _PROBLEM_TYPES.get(problem, "auto")
 
 
 def _modules(path: Path) -> list[tuple[str, str]]:

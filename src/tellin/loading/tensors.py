@@ -160,3 +160,5 @@ class ModelHParams:
     """Every n-th layer does not rotate q and k (SmolLM3); None = all do."""
     logit_scale: float = 1.0
     """Factor of the logits (Granite: one over ``logits_scaling``)."""
+    position_offset: int = 0
+    """Row of the position table that the first token takes (RoBERTa: padding id + 1)."""

@@ -1,7 +1,7 @@
-"""BERT encoders (all-MiniLM and others): post-norm layers, learned positions, full attention.
+"""BERT and RoBERTa encoders: post-norm layers, learned positions, full attention.
 
-The output is the hidden state of every token; pooling is the caller's. Token types are those of a
-single segment: row 0 of the token type table is added to every token.
+The output is the hidden state of every token; pooling, and the head of a classifier, are the
+caller's. Where the model knows texts of a pair apart, each token's type is an input of the step.
 
 Source: Devlin et al. 2019 (BERT), section 3; Vaswani et al. 2017, section 3.1.
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan
 
-UNUSED = ("pooler.", "cls.", "embeddings.position_ids")
-"""Heads of BERT's own training tasks."""
+UNUSED = ("pooler.", "cls.", "lm_head.", "classifier.", "embeddings.position_ids")
+"""Heads: of the training tasks, and a classifier's."""
 
 
 def record(b: PlanBuilder) -> Plan:
@@ -28,8 +28,11 @@ def record(b: PlanBuilder) -> Plan:
 def embeddings(b: PlanBuilder) -> Buffer:
     x = b.embed("embed_tokens")
     x = b.add_position_embedding(x, "embed_positions")
-    if b.has("embed_token_types.weight"):
-        x = b.add_bias(x, b.weight("embed_token_types.weight", rows=(0, 1)))
+    name = "embed_token_types"
+    if b.has(f"{name}.weight"):
+        types = b.weight(f"{name}.weight")
+        many = types.shape[0] > 1
+        x = b.add_token_type_embedding(x, name) if many else b.add_bias(x, types)
     return b.layer_norm(x, "embed_layernorm")
 
 

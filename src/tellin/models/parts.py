@@ -11,6 +11,8 @@ from tellin.models.plan.ir import Buffer, Plan
 
 UNUSED = ("lm_head.",)
 """Copies that some files carry although the head is tied to the embedding, or not wanted."""
+UNUSED_WHEN_POOLING = (*UNUSED, "classifier.")
+"""A classifier's head works on pooled states, after the plan."""
 
 
 def embed_tokens(b: PlanBuilder) -> Buffer:
@@ -44,7 +46,7 @@ def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
     hp = b.hparams
     hidden = b.rms_norm(b.gather_rows(x), "norm")
     if b.pooling:
-        return b.finish(hidden, hidden, ignore=UNUSED)
+        return b.finish(hidden, hidden, ignore=UNUSED_WHEN_POOLING)
     logits = b.linear(hidden, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
     if hp.logit_scale != 1:
         b.scale(logits, hp.logit_scale)

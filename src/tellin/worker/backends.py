@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from tellin.exceptions import InvalidParameterError
 from tellin.kernels.batch import StepBatch
-from tellin.models.plan.ir import Plan, Rows
+from tellin.models.plan.ir import AddTokenTypeEmbedding, Plan, Rows
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
@@ -48,6 +48,12 @@ def hidden_rows_are_tokens(backend: Backend) -> bool:
     """Whether `Backend.hidden` has a row per token; else it has one per logits index."""
     plan: Plan = backend.plan  # type: ignore[attr-defined]
     return plan.hidden is not None and plan.hidden.rows is Rows.TOKENS
+
+
+def has_token_types(backend: Backend) -> bool:
+    """Whether the model tells the tokens of a pair's texts apart by an input of their own."""
+    plan: Plan | None = getattr(backend, "plan", None)
+    return plan is not None and any(isinstance(op, AddTokenTypeEmbedding) for op in plan.ops)
 
 
 def block_maxima(backend: Backend | None) -> npt.NDArray[np.float32] | None:

@@ -19,12 +19,18 @@ import numpy.typing as npt
 from tellin.exceptions import EngineError
 from tellin.kernels.sampler import Sampler, SampleResult, SampleRows
 from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tellin.worker.backends import Backend, block_maxima, hidden_rows_are_tokens
+from tellin.worker.backends import (
+    Backend,
+    block_maxima,
+    has_token_types,
+    hidden_rows_are_tokens,
+)
+from tellin.worker.classifier import ClassifierHead
 from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
 from tellin.worker.lora import AdapterBackend, LoRAManager
-from tellin.worker.pooler import Pooler, PoolRows
+from tellin.worker.pooler import Pooler, PoolRows, token_types
 from tellin.worker.prompt_logprobs import ProcessedRows, PromptLogprobs, PromptRows
 from tellin.worker.spec_decode import make_drafter
 from tellin.worker.steady_decode import SteadyDecode
@@ -46,10 +52,17 @@ _PROMPT_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
-    """Runs steps on one backend; ``images`` makes the rows of pictures in prompts."""
+    """Runs steps on one backend.
+
+    ``images`` makes the rows of pictures in prompts, ``classifier`` scores of pooled states.
+    """
 
     def __init__(
-        self, config: EngineConfig, backend: Backend, images: ImageInputs | None = None
+        self,
+        config: EngineConfig,
+        backend: Backend,
+        images: ImageInputs | None = None,
+        classifier: ClassifierHead | None = None,
     ) -> None:
         model = config.model_config
         self.images = images
@@ -62,7 +75,9 @@ class ModelRunner:
         self.thinking = ThinkingBudgets(config.reasoning_config, self.num_ids, model.logprobs_mode)
         self.batch = InputBatch(track_outputs=self.processors.engine_wide)
         self.drafter = make_drafter(config, self.batch)
-        self.pooler = None if model.pooler_config is None else Pooler(model.pooler_config)
+        self.pooler = None
+        if model.pooler_config is not None:
+            self.pooler = Pooler(model.pooler_config, classifier)
         self.lora = None
         if config.lora_config is not None:
             plan: Plan = backend.plan  # type: ignore[attr-defined]
@@ -128,6 +143,7 @@ class ModelRunner:
     def adopt_backend(self, backend: Backend) -> None:
         """Go on with a fresh backend for the same model."""
         self._backend = backend
+        self._has_token_types = has_token_types(backend)
         self.sampler.team = getattr(backend, "thread_team", None)
         if self.lora is not None:
             self.lora.forget_slots()
@@ -249,6 +265,9 @@ class ModelRunner:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
         if given is not None:
             inputs.step = replace(inputs.step, embeds=given[0], embed_rows=given[1])
+        if pooling and self._has_token_types:
+            types = token_types([state.pooling_params for state in states], computed, counts)
+            inputs.step = replace(inputs.step, token_types=types)
         logits = self.backend.forward(inputs.step)
         row = inputs.num_sample_logits
         for rows in extra:

@@ -1,4 +1,4 @@
-"""From hidden states to what a pooling request asked for: one vector, or one per token.
+"""From hidden states to what a pooling request asked for: one vector, one per token, or scores.
 
 Owns the rows that unfinished prompts have left so far, and the arithmetic of pooling: a fixed order
 over the request's own rows in float64, so that a result does not depend on the batch. It knows no
@@ -7,6 +7,7 @@ schedule: which rows a step has is told, and what cannot be pooled is that reque
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +15,43 @@ import numpy.typing as npt
 
 from tellin.config import PoolerConfig
 from tellin.sampling_params import PoolingParams
+from tellin.worker.classifier import ClassifierHead
 from tellin.worker.input_batch import RequestState
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
 
-TASKS = ("embed", "token_embed")
+TOKEN_TYPES_KEY = "compressed_token_type_ids"
+"""In ``PoolingParams.extra_kwargs``."""
+EMBEDDING_TASKS = ("embed", "token_embed")
 _TINY_NORM = 1e-12
 """Divisor of an embedding of length 0, which stays 0."""
+
+
+def token_types(
+    params: Sequence[PoolingParams | None], computed: Int32Array, counts: Int32Array
+) -> Int32Array | None:
+    """``[num_tokens]`` which text of its pair each row of a step belongs to; None = no pairs.
+
+    Args:
+        params: of each request of the step.
+        computed, counts: ``[num_requests]`` tokens before this step, and in it.
+    """
+    starts = [None if one is None else _second_text_start(one) for one in params]
+    if not any(start is not None for start in starts):
+        return None
+    types = np.zeros(int(counts.sum()), np.int32)
+    ends = np.cumsum(counts)
+    for start, before, count, end in zip(starts, computed, counts, ends, strict=True):
+        if start is not None:
+            types[end - count + max(start - before, 0) : end] = 1
+    return types
+
+
+def _second_text_start(params: PoolingParams) -> int | None:
+    """Position from which tokens have type 1, where the shell has put it; None = all have 0."""
+    start: int | None = (params.extra_kwargs or {}).get(TOKEN_TYPES_KEY)
+    return start
 
 
 @dataclass(frozen=True)
@@ -41,9 +71,17 @@ class PoolRows:
 class Pooler:
     """Pools the requests of one worker."""
 
-    def __init__(self, config: PoolerConfig) -> None:
+    def __init__(self, config: PoolerConfig, classifier: ClassifierHead | None = None) -> None:
         self.config = config
+        self.classifier = classifier
         self._earlier: dict[str, list[Float32Array]] = {}
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Pooling tasks of the model: a cross-encoder, with one label, scores pairs as well."""
+        if self.classifier is None:
+            return EMBEDDING_TASKS
+        return ("classify", "score") if self.classifier.num_labels == 1 else ("classify",)
 
     def rows(
         self, state: RequestState, first_row: int, computed: int, count: int, num_prompt: int
@@ -57,23 +95,24 @@ class Pooler:
         """
         params = state.pooling_params
         assert params is not None
-        if params.task not in TASKS:
+        if params.task not in self.tasks:
             state.error = f"this model cannot do the pooling task {params.task!r}"
             return None
         if computed == 0:  # also when it was preempted and begins anew
             self.forget(state.req_id)
         is_last = computed + count >= num_prompt
         wanted = np.arange(first_row, first_row + count, dtype=np.int32)
-        if params.task == "embed" and self.config.pooling_type == "LAST":
+        by_token = params.task == "token_embed"
+        if not by_token and self.config.pooling_type == "LAST":
             return PoolRows(state, wanted[-1:], True, num_prompt) if is_last else None
         is_whole = is_last and computed == 0
-        if params.task == "embed" and not is_whole:
+        if not by_token and not is_whole:
             state.error = (
                 f"{self.config.pooling_type} pooling needs the whole prompt in one step, but "
                 f"{computed} of its {num_prompt} tokens were computed before"
             )
             return None
-        if params.task == "embed" and self.config.pooling_type == "CLS":
+        if not by_token and self.config.pooling_type == "CLS":
             wanted = wanted[:1]
         return PoolRows(state, wanted, is_last, num_prompt)
 
@@ -84,7 +123,8 @@ class Pooler:
             hidden: ``[n, hidden_size]``, one for each of ``rows.token_rows``; not kept.
 
         Returns:
-            ``[dimensions]`` for embed, ``[num_tokens, dimensions]`` for token_embed.
+            ``[dimensions]`` for embed, ``[num_tokens, dimensions]`` for token_embed,
+            ``[num_labels]`` for classify and score.
         """
         state, params = rows.state, rows.state.pooling_params
         assert params is not None
@@ -115,11 +155,14 @@ class Pooler:
         self._earlier.pop(req_id, None)
 
     def _finish(self, pooled: npt.NDArray[np.float64], params: PoolingParams) -> Float32Array:
-        """Cut, then scale: a shortened vector has length 1 too."""
+        """Cut, then scale: a shortened vector has length 1 too. Of a classifier: its scores."""
+        wanted = params.use_activation
+        activate = self.config.use_activation if wanted is None else wanted
+        if self.classifier is not None:
+            return self.classifier(pooled, activate).astype(np.float32)
         if params.dimensions is not None:
             pooled = pooled[..., : params.dimensions]
-        activate = params.use_activation
-        if self.config.use_activation if activate is None else activate:
+        if activate:
             norms = np.sqrt(np.square(pooled).sum(axis=-1, keepdims=True))
             pooled = pooled / np.maximum(norms, _TINY_NORM)
         return pooled.astype(np.float32)

@@ -22,12 +22,12 @@ from tellin.exceptions import (
 from tellin.kernels.batch import StepBatch
 from tellin.trace import Span
 from tellin.worker.backends import Backend, open_backend
+from tellin.worker.classifier import open_classifier
 from tellin.worker.image_encoder import open_image_encoder
 from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.lora import AdapterBackend, LoRAManager
 from tellin.worker.memory import process_memory, resident_bytes
 from tellin.worker.model_runner import ModelRunner
-from tellin.worker.pooler import TASKS as POOLING_TASKS
 from tellin.worker.profiler import OperationProfile, ProfiledBackend
 
 if TYPE_CHECKING:
@@ -59,7 +59,11 @@ class Worker:
         backend = backend or open_backend(config, config.model_config.path)
         encoder = open_image_encoder(config)
         images = None if encoder is None else ImageInputs(encoder)
-        self.runner = ModelRunner(config, backend, images)
+        pooler = config.model_config.pooler_config
+        classifier = None
+        if pooler is not None and pooler.num_labels:
+            classifier = open_classifier(config.model_config.path, pooler)
+        self.runner = ModelRunner(config, backend, images, classifier)
 
     @property
     def model_runner(self) -> ModelRunner:
@@ -203,7 +207,7 @@ class Worker:
         if self.runner.pooler is None:
             return ("generate",)
         if self.config.model_config.runner_type == "pooling":
-            return POOLING_TASKS
+            return self.runner.pooler.tasks
         # Both: one row of logits is the price of a vector, so not one per token.
         return ("generate", "embed")
 

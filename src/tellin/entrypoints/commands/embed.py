@@ -1,4 +1,7 @@
-"""``tellin embed``: vectors of texts, or how close texts are to another one, on standard output."""
+"""``tellin embed``: vectors of texts, or how close texts are to another one, on standard output.
+
+With ``--query`` a cross-encoder will do as well as a model that embeds.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from tellin.exceptions import InvalidParameterError
 
 DESCRIPTION = """\
 Print the embedding of each text as a line of JSON; or with --query each text's similarity to
-another text, the most similar first."""
+another text, the most similar first: of embeddings their cosine, or what a cross-encoder (reranker)
+makes of the two texts."""
 
 EXAMPLES = """\
 examples:

@@ -18,11 +18,13 @@ from typing import Any, BinaryIO
 import msgspec
 
 from tellin.entrypoints.openai.chat import ChatService
+from tellin.entrypoints.openai.classification import ClassificationService
 from tellin.entrypoints.openai.completions import CompletionService
 from tellin.entrypoints.openai.embeddings import EmbeddingService
 from tellin.entrypoints.openai.errors import ApiError, bad_request, to_api_error
 from tellin.entrypoints.openai.requests import (
     ChatCompletionRequest,
+    ClassificationRequest,
     CompletionRequest,
     EmbeddingRequest,
     RerankRequest,
@@ -139,6 +141,7 @@ class BatchRunner:
         self._completions = CompletionService(context)
         self._responses = ResponsesService(context)
         self._embeddings = EmbeddingService(context)
+        self._classification = ClassificationService(context)
         self._scores = ScoreService(context)
 
     async def run(self, files: BatchFiles, on_done: Callable[[bool], None]) -> None:
@@ -205,6 +208,9 @@ class BatchRunner:
             return await (await self._responses.prepare(response)).complete()
         if line.url == "/v1/embeddings":
             return await self._embeddings.embed(EmbeddingRequest.model_validate_json(body))
+        if line.url in ("/v1/classify", "/classify"):
+            classification = ClassificationRequest.model_validate_json(body)
+            return await self._classification.classify(classification)
         if line.url in ("/v1/score", "/score"):
             return await self._scores.score(ScoreRequest.model_validate_json(body))
         if line.url in ("/v1/rerank", "/rerank", "/v2/rerank"):

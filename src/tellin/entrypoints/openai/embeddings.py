@@ -31,9 +31,10 @@ class EmbeddingService:
         context.check_accepts()
         tasks = await context.engine.get_supported_tasks()
         if "embed" not in tasks:
+            hint = " (a server started with --set runner=both does both)"
             raise bad_request(
                 f"the model {context.model_name!r} does not make embeddings; it supports: "
-                f"{', '.join(tasks)} (a server started with --set runner=both does both)",
+                f"{', '.join(tasks)}{hint if 'generate' in tasks else ''}",
                 "model",
                 "unsupported_model",
             )

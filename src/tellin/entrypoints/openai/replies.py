@@ -171,6 +171,23 @@ class EmbeddingList(msgspec.Struct):
     object: str = "list"
 
 
+class Classification(msgspec.Struct):
+    index: int
+    label: str
+    """The likeliest one's name."""
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationList(msgspec.Struct):
+    id: str
+    created: int
+    model: str
+    data: list[Classification]
+    usage: Usage
+    object: str = "list"
+
+
 class Score(msgspec.Struct):
     index: int
     score: float

@@ -280,6 +280,17 @@ class EmbeddingRequest(Ignored):
     add_special_tokens: bool = True
 
 
+class ClassificationRequest(Ignored):
+    input: PromptInput
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool = True
+    use_activation: bool | None = Field(
+        default=None, validation_alias=AliasChoices("use_activation", "activation", "softmax")
+    )
+    """False: logits instead of probabilities; under vLLM's newer or older names."""
+
+
 Texts = str | Annotated[list[str], Field(min_length=1)]
 
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from tellin.entrypoints.openai import requests as bodies
 from tellin.entrypoints.openai.chat import ChatService
+from tellin.entrypoints.openai.classification import ClassificationService
 from tellin.entrypoints.openai.completions import CompletionService
 from tellin.entrypoints.openai.embeddings import EmbeddingService
 from tellin.entrypoints.openai.http import EventStream, body_reader, json_reply, until_disconnect
@@ -34,6 +35,7 @@ DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     bodies.CompletionRequest,
     ResponsesRequest,
     bodies.EmbeddingRequest,
+    bodies.ClassificationRequest,
     bodies.ScoreRequest,
     bodies.RerankRequest,
     bodies.TokenizeRequest,
@@ -50,6 +52,7 @@ def api_routes(context: ServingContext) -> APIRouter:
     completions = CompletionService(context)
     responses = ResponsesService(context)
     embeddings = EmbeddingService(context)
+    classification = ClassificationService(context)
     scores = ScoreService(context)
     tokenization = TokenizationService(context)
     timeout_s = context.config.body_timeout_s
@@ -58,6 +61,7 @@ def api_routes(context: ServingContext) -> APIRouter:
     read_completion = body_reader(bodies.CompletionRequest, timeout_s)
     read_response = body_reader(ResponsesRequest, timeout_s)
     read_embedding = body_reader(bodies.EmbeddingRequest, timeout_s)
+    read_classification = body_reader(bodies.ClassificationRequest, timeout_s)
     read_score = body_reader(bodies.ScoreRequest, timeout_s)
     read_rerank = body_reader(bodies.RerankRequest, timeout_s)
     read_tokenize = body_reader(bodies.TokenizeRequest, timeout_s)
@@ -87,6 +91,12 @@ def api_routes(context: ServingContext) -> APIRouter:
     async def create_embeddings(request: Request) -> Response:
         body = await read_embedding(request)
         return _reply(await until_disconnect(request, embeddings.embed(body)))
+
+    @router.post("/classify", openapi_extra=documented(bodies.ClassificationRequest))
+    @router.post("/v1/classify", openapi_extra=documented(bodies.ClassificationRequest))
+    async def create_classification(request: Request) -> Response:
+        body = await read_classification(request)
+        return _reply(await until_disconnect(request, classification.classify(body)))
 
     @router.post("/score", openapi_extra=documented(bodies.ScoreRequest))
     @router.post("/v1/score", openapi_extra=documented(bodies.ScoreRequest))

@@ -1,4 +1,4 @@
-"""``/score`` and ``/rerank``: how similar texts are, for models that embed.
+"""``/score`` and ``/rerank``: how similar texts are, for cross-encoders and models that embed.
 
 What `LLM.score` computes, in the shapes of vLLM's server, which for ``/rerank`` are those of Jina
 and Cohere. The clients of both read them.
@@ -24,7 +24,7 @@ from tellin.entrypoints.openai.replies import (
 )
 from tellin.entrypoints.openai.requests import RerankRequest, ScoreRequest
 from tellin.entrypoints.openai.serving import ServingContext, names_of, new_id
-from tellin.entrypoints.scoring import SCORING_TASK, cosine
+from tellin.entrypoints.scoring import PAIR_TASK, SCORING_TASK, cosine, why_no_scores
 from tellin.sampling_params import PoolingParams
 
 
@@ -36,7 +36,7 @@ class ScoreService:
         """Scores of pairs: 1:1, 1:N (the first is repeated) or N:N.
 
         Raises:
-            ApiError, TellinError: the model cannot embed, or a text is not acceptable.
+            ApiError, TellinError: the model cannot score, or a text is not acceptable.
         """
         first, second = _as_list(request.text_1), _as_list(request.text_2)
         if len(first) not in (1, len(second)):
@@ -85,8 +85,8 @@ class ScoreService:
     async def _scores(
         self,
         request: ScoreRequest | RerankRequest,
-        queries: Sequence[str],
-        documents: Sequence[str],
+        queries: list[str],
+        documents: list[str],
         query_names: Sequence[str],
         document_names: Sequence[str],
     ) -> tuple[list[float], int]:
@@ -95,10 +95,10 @@ class ScoreService:
         context.check_model(request.model)
         context.check_accepts()
         tasks = await context.engine.get_supported_tasks()
-        if SCORING_TASK not in tasks:
+        if PAIR_TASK not in tasks and SCORING_TASK not in tasks:
+            why = why_no_scores(tasks, "a server started with --set runner=both does both")
             raise bad_request(
-                f"the model {context.model_name!r} does not embed, which scores are made of; it "
-                f"supports: {', '.join(tasks)} (a server started with --set runner=both does both)",
+                f"the model {context.model_name!r} cannot score: {why}",
                 "model",
                 "unsupported_model",
             )
@@ -108,10 +108,20 @@ class ScoreService:
         tok_params = TokenizeParams(request.add_special_tokens, pools=True).with_options(
             {"truncate_prompt_tokens": request.truncate_prompt_tokens}
         )
+        lora_request = context.adapters.get(request.model)
+        if PAIR_TASK in tasks:
+            # In a thread, as the arithmetic below: a query is tokenised with each document.
+            pairs = list(zip(queries * (len(documents) // len(queries)), documents, strict=True))
+            rendered = await asyncio.to_thread(
+                context.engine.renderer.render_pairs, pairs, tok_params
+            )
+            params = PoolingParams(task=PAIR_TASK)
+            outputs = await run_pooling(context, rendered, document_names, params, lora_request)
+            num_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+            return [float(output.outputs.data[0]) for output in outputs], num_tokens
         rendered = await context.engine.renderer.render_cmpl_async(
             [*queries, *documents], tok_params
         )
-        lora_request = context.adapters.get(request.model)
         names = [*query_names, *document_names]
         params = PoolingParams(task=SCORING_TASK)
         outputs = await run_pooling(context, rendered, names, params, lora_request)

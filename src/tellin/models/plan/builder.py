@@ -110,12 +110,22 @@ class PlanBuilder:
         """Add learned absolute positions in place."""
         self._needs_token_rows(x, "a position embedding")
         weight = self._matrix(f"{name}.weight", x.width)
-        if weight.shape[0] < self.hparams.max_position_embeddings:
+        offset, wanted = self.hparams.position_offset, self.hparams.max_position_embeddings
+        if weight.shape[0] < offset + wanted:
+            of_others = f" and the first {offset} are not used" if offset else ""
             raise self._error(
                 f"tensor {weight.name!r} has {weight.shape[0]} rows; max_position_embeddings is "
-                f"{self.hparams.max_position_embeddings}"
+                f"{wanted}{of_others}"
             )
+        if offset:
+            weight = self.weight(weight.name, rows=(offset, weight.shape[0]))
         self._ops.append(ir.AddPositionEmbedding(x, weight))
+        return x
+
+    def add_token_type_embedding(self, x: Buffer, name: str) -> Buffer:
+        """Add in place the row of each token's type: which text of a pair it belongs to."""
+        self._needs_token_rows(x, "a token type embedding")
+        self._ops.append(ir.AddTokenTypeEmbedding(x, self._matrix(f"{name}.weight", x.width)))
         return x
 
     # ---- norms -------------------------------------------------------------------------------

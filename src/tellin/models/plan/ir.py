@@ -347,6 +347,14 @@ class AddPositionEmbedding(Op):
 
 
 @dataclass(frozen=True)
+class AddTokenTypeEmbedding(Op):
+    """``x[t] += weight[token_types[t]]`` in place: which text of a pair, ``(num_types, width)``."""
+
+    x: Buffer
+    weight: TensorRef
+
+
+@dataclass(frozen=True)
 class GatherRows(Op):
     """``out[i] = x[logits_indices[i]]``: from token rows to logit rows."""
 

@@ -51,7 +51,7 @@ def plan_cost(plan: Plan) -> PlanCost:
 
 def op_weight_bytes(op: Op) -> int:
     """Weight bytes that one row needs: of an embedding a row, of experts the chosen ones."""
-    if isinstance(op, ir.Embed | ir.AddPositionEmbedding):
+    if isinstance(op, ir.Embed | ir.AddPositionEmbedding | ir.AddTokenTypeEmbedding):
         return len(op.weight.data) // op.weight.shape[0]
     if isinstance(op, ir.Experts):
         return op.top_k * sum(len(tensor.data) for tensor in _one_expert(op))
@@ -252,6 +252,7 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.Add: lambda op: f"{_name(op.x)} + {_name(op.y)}",
     ir.AddBias: lambda op: f"{_name(op.x)} + c",
     ir.AddPositionEmbedding: lambda op: f"{_name(op.x)} + W[positions]",
+    ir.AddTokenTypeEmbedding: lambda op: f"{_name(op.x)} + W[token_types]",
     ir.GatherRows: lambda op: f"{_name(op.x)}[logits_indices]",
     ir.Scale: lambda op: f"{_name(op.x)} * {op.factor:g}",
     ir.Softcap: lambda op: f"{op.cap:g} tanh({_name(op.x)} / {op.cap:g})",
