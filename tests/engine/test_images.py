@@ -127,6 +127,18 @@ def test_transparency_becomes_white_and_a_file_is_turned_upright() -> None:
     assert to_rgb(png(lying, exif=exif)).size == (2, 4)
 
 
+def test_transparency_in_several_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.RandomState(0)
+    rgba = Image.fromarray(random.randint(0, 256, (7, 5, 4), np.uint8))
+    palette = rgba.convert("RGB").quantize(16)
+    palette.info["transparency"] = 3
+    for image in (rgba, palette, rgba.convert("LA")):
+        whole = to_rgb(image)
+        monkeypatch.setattr("tellin.engine.image_input._PIXELS_AT_ONCE", 11)
+        assert to_rgb(image).tobytes() == whole.tobytes()
+        monkeypatch.undo()
+
+
 def test_of_sixteen_bits_the_upper_eight_count() -> None:
     """Not cut off at 255, so that nearly all were white."""
     gray = Image.fromarray(np.array([[0, 255, 256, 0x80FF, 0xFFFF]], np.uint16))
@@ -186,6 +198,7 @@ def test_urls(tmp_path: Path) -> None:
     url = data_url(picture())
     assert read_url(url, "x") == image
     assert read_url(url.replace("image/png", "IMAGE/PNG;name=a"), "x") == image
+    assert read_url("data:image/png;base64," + base64.encodebytes(image).decode(), "x") == image
     assert read_url("data:,a%20b", "x") == b"a b"
     for bad in ("data:image/png;base64,%%%", "data:image/png;base64", "data:image/png;base64,a"):
         with pytest.raises(InvalidParameterError, match=r"data: URL|base64"):

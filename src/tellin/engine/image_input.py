@@ -25,6 +25,9 @@ MAX_PIXELS = 1 << 26
 MAX_SIDE = 1 << 16
 """Longest side: what scaling takes of memory grows with it."""
 
+_PIXELS_AT_ONCE = 1 << 20
+"""Freed of transparency in one go."""
+
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Pillow's names of the formats that are decoded; its rarer decoders are left alone."""
 
@@ -96,8 +99,9 @@ def _read_data_url(url: str, where: str) -> bytes:
     body = url[match.end() :]
     if ";base64" not in match["options"].lower():
         return unquote_to_bytes(body)
+    body = unquote(body) if "%" in body else body
     try:
-        return base64.b64decode(unquote(body) if "%" in body else body, validate=True)
+        return base64.b64decode("".join(body.split()), validate=True)  # encoders break lines
     except (binascii.Error, ValueError) as error:
         raise InvalidParameterError(
             f"{where} is not valid base64: {error}", parameter="image_url"
@@ -195,9 +199,14 @@ def _flatten(image: Image) -> Image:
         return upright
     if "A" not in upright.getbands() and "transparency" not in upright.info:
         return upright.convert("RGB")
-    rgba = upright.convert("RGBA")
-    white = PIL.Image.new("RGBA", rgba.size, (255, 255, 255, 255))
-    return PIL.Image.alpha_composite(white, rgba).convert("RGB")
+    flat = PIL.Image.new("RGB", upright.size)
+    rows = max(1, _PIXELS_AT_ONCE // upright.width)
+    for top in range(0, upright.height, rows):  # copies of all of it would take a gigabyte
+        part = upright.crop((0, top, upright.width, min(top + rows, upright.height)))
+        rgba = part.convert("RGBA")
+        white = PIL.Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        flat.paste(PIL.Image.alpha_composite(white, rgba).convert("RGB"), (0, top))
+    return flat
 
 
 def _to_bytes(image: Image) -> Image:
