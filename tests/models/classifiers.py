@@ -55,7 +55,7 @@ def write_classifier(folder: Path, case: str, **config: Any) -> Path:
     values = _config(case) | config
     values = {key: value for key, value in values.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(values))
-    save_file(_weights(case), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights(case), folder / "model.safetensors", metadata={"format": "pt"})
     _tokenizer(facts["model_type"]).save(str(folder / "tokenizer.json"))
     special = {"cls": "[CLS]", "pad": "[PAD]", "sep": "[SEP]", "unk": "[UNK]"}
     names = {f"{name}_token": token for name, token in special.items()}
@@ -93,7 +93,8 @@ def _config(case: str) -> dict[str, Any]:
     return values
 
 
-def _weights(case: str) -> dict[str, np.ndarray]:
+def weights(case: str) -> dict[str, np.ndarray]:
+    """Weights of a case by their Hugging Face names."""
     random = np.random.RandomState(7)
     arrays = {}
     for name, shape in _shapes(case).items():

@@ -1,8 +1,8 @@
 """Builds a `tokenizers.Tokenizer` from the vocabulary in a GGUF file.
 
-Three kinds: byte-level BPE (``gpt2``), SentencePiece with scores (``llama``: Llama 2, Mistral,
-Gemma), WordPiece (``bert``). Each becomes what the model's own ``tokenizer.json`` describes, so
-that ids are the original's.
+Four kinds: byte-level BPE (``gpt2``), SentencePiece with scores (``llama``: Llama 2, Mistral,
+Gemma), WordPiece (``bert``), unigrams (``t5``: XLM-RoBERTa). Each becomes what the model's own
+``tokenizer.json`` describes, so that ids are the original's.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def build_backend(vocabulary: GGUFVocabulary) -> Tokenizer:
         "gpt2": _byte_level,
         "llama": _sentencepiece,
         "bert": _wordpiece,
+        "t5": _unigram,
     }
     builder = builders.get(vocabulary.model)
     if builder is None:
@@ -155,7 +156,43 @@ def _wordpiece(vocabulary: GGUFVocabulary) -> Tokenizer:
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece()
     _add_special_tokens(vocabulary, backend, tokens)
-    _set_template(vocabulary, backend, tokens, add_bos=True, add_eos=True)
+    # Of a pair the second text and its separator have type 1.
+    pair = ["bos", "$A", "eos", "$B:1", "eos:1"]
+    _set_template(vocabulary, backend, tokens, add_bos=True, add_eos=True, pair=pair)
+    return backend
+
+
+def _unigram(vocabulary: GGUFVocabulary) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    scores, unknown = vocabulary.scores, vocabulary.special_id("unknown")
+    if unknown is None:
+        unknown = next(iter(vocabulary.ids_of_type(TokenType.UNKNOWN)), None)
+    if scores is None or unknown is None:
+        what = "tokenizer.ggml.scores" if scores is None else "the unknown token's id"
+        raise ModelLoadError(f"{vocabulary.path}: {what} is missing")
+    metadata, tokens = vocabulary.metadata, vocabulary.all_tokens()
+    try:
+        vocab = list(zip(tokens, scores.tolist(), strict=False))
+        backend = Tokenizer(models.Unigram(vocab, unknown, byte_fallback=False))
+        if metadata.has("tokenizer.ggml.precompiled_charsmap"):
+            charsmap = metadata.get_numbers("tokenizer.ggml.precompiled_charsmap")
+            backend.normalizer = normalizers.Precompiled(charsmap.astype(np.uint8).tobytes())
+    except Exception as error:
+        # The library raises plain Exception.
+        raise ModelLoadError(f"{vocabulary.path}: the tokenizer is damaged: {error}") from None
+    add_prefix = metadata.get_bool("tokenizer.ggml.add_space_prefix", True)
+    scheme = "always" if add_prefix else "never"
+    metaspace = pre_tokenizers.Metaspace(SPACE, prepend_scheme=scheme)
+    if metadata.get_bool("tokenizer.ggml.remove_extra_whitespaces", True):
+        steps = [pre_tokenizers.WhitespaceSplit(), metaspace]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    else:
+        backend.pre_tokenizer = metaspace
+    backend.decoder = decoders.Metaspace(SPACE, prepend_scheme=scheme)
+    _add_special_tokens(vocabulary, backend, tokens)
+    pair = ["bos", "$A", "eos", "eos", "$B", "eos"]
+    _set_template(vocabulary, backend, tokens, add_bos=True, add_eos=True, pair=pair)
     return backend
 
 
@@ -236,8 +273,12 @@ def _set_template(
     *,
     add_bos: bool,
     add_eos: bool = False,
+    pair: list[str] | None = None,
 ) -> None:
-    """Have BOS and EOS added around a text, where the file says so or, failing that, the kind."""
+    """Have BOS and EOS added around a text, where the file says so or, failing that, the kind.
+
+    ``pair``: how two texts are put together if both are added.
+    """
     from tokenizers.processors import TemplateProcessing
 
     metadata = vocabulary.metadata
@@ -258,6 +299,6 @@ def _set_template(
     head, tail = ["bos"] if add_bos else [], ["eos"] if add_eos else []
     backend.post_processor = TemplateProcessing(
         single=[*head, "$A", *tail],
-        pair=[*head, "$A", *tail, *head, "$B:1", *tail],
+        pair=pair if pair and head and tail else [*head, "$A", *tail, *head, "$B:1", *tail],
         special_tokens=specials,
     )
