@@ -318,11 +318,13 @@ void bind_runtime(nb::module_& m) {
       .def(
           "experts",
           [](BoundProgram& p, int x, int router, const ExpertPair& gate, const ExpertPair& up,
-             const ExpertPair& down, int out, const std::string& act, int64_t top_k, bool normalize) {
+             const ExpertPair& down, int out, const std::string& act, int64_t top_k, bool normalize,
+             bool sigmoid, int selection_bias, float scale) {
             p.program.experts(x, router, expert_parts(gate), expert_parts(up), expert_parts(down), out,
-                              activation_named(act), top_k, normalize);
+                              activation_named(act), {top_k, sigmoid, normalize, selection_bias, scale});
           },
-          "x"_a, "router"_a, "gate"_a, "up"_a, "down"_a, "out"_a, "act"_a, "top_k"_a, "normalize"_a)
+          "x"_a, "router"_a, "gate"_a, "up"_a, "down"_a, "out"_a, "act"_a, "top_k"_a, "normalize"_a,
+          "sigmoid"_a = false, "selection_bias"_a = -1, "scale"_a = 1.0f)
       .def(
           "gate_rows", [](BoundProgram& p, int x, int gate, int out) { p.program.gate_rows(x, gate, out); },
           "x"_a, "gate"_a, "out"_a)

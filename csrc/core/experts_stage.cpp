@@ -21,6 +21,8 @@ constexpr int64_t kTaskBytes = 64 << 10;  // of a matrix per task, at most
 constexpr int64_t kTasksLeft = 2;         // a task is at most this part of what is left of a share
 constexpr int64_t kIntGroups = 2;         // a block of the next layer's activations
 constexpr int64_t kSumGroups = 16;        // per task of the sum, at most
+constexpr int64_t kMaxExperts = 1024;     // as the program checks
+constexpr float kLeastTotal = 1e-20f;     // shares of experts that a bias made chosen may all be 0
 constexpr int64_t kSumRows = 64;          // of a block of the sum, at least
 
 int64_t divide_up(int64_t value, int64_t divisor) {
@@ -115,38 +117,86 @@ void ExpertsState::reserve(int64_t rows) {
   tasks.reserve(static_cast<size_t>(max_tasks(rows)));
 }
 
-// The largest logits, of equal ones those of lower ids. All are compared with the least one chosen so far.
-void ExpertsState::choose(const Buffer& router, bool normalize, int64_t begin, int64_t end) noexcept {
+// The experts of the largest keys, of equal ones those of lower ids; ascending. All are compared with the
+// least one chosen so far.
+void ExpertsState::pick(const float* keys, Choice* chosen) const noexcept {
   const auto count = static_cast<int32_t>(shape.num_experts);
   const auto top_k = static_cast<int32_t>(shape.top_k);
+  int32_t size = 0;
+  for (int32_t e = 0; e < count; ++e) {
+    const float key = keys[e];
+    if (size == top_k && !(key > chosen[top_k - 1].share)) continue;
+    int32_t at = size < top_k ? size++ : top_k - 1;
+    for (; at > 0 && key > chosen[at - 1].share; --at) chosen[at] = chosen[at - 1];
+    chosen[at] = {e, key};
+  }
+  std::sort(chosen, chosen + top_k, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
+}
+
+// False: there are no shares, for a logit is not a number, or the largest is infinite.
+bool ExpertsState::share_logits(const float* logits, bool normalize, Choice* chosen) const noexcept {
+  pick(logits, chosen);
+  float largest = logits[0];
+  bool has_nan = false;
+  for (int64_t e = 0; e < shape.num_experts; ++e) {
+    has_nan |= logits[e] != logits[e];
+    largest = std::max(largest, logits[e]);
+  }
+  if (has_nan || !std::isfinite(largest)) return false;
+  float total = 0.0f;
+  if (!normalize) {
+    for (int64_t e = 0; e < shape.num_experts; ++e) total += std::exp(logits[e] - largest);
+  }
+  for (int64_t i = 0; i < shape.top_k; ++i) {
+    chosen[i].share = std::exp(chosen[i].share - largest);
+    if (normalize) total += chosen[i].share;
+  }
+  for (int64_t i = 0; i < shape.top_k; ++i) chosen[i].share /= total;
+  return true;
+}
+
+// As above, from the scores of all experts.
+bool ExpertsState::share_scores(const float* logits, const ExpertsRouting& routing,
+                                Choice* chosen) const noexcept {
+  float scores[kMaxExperts], keys[kMaxExperts];
+  float largest = logits[0];
+  bool has_nan = false;
+  for (int64_t e = 0; e < shape.num_experts; ++e) {
+    has_nan |= logits[e] != logits[e];
+    largest = std::max(largest, logits[e]);
+  }
+  if (has_nan || (!routing.sigmoid && !std::isfinite(largest))) return false;
+  float total = 0.0f;
+  for (int64_t e = 0; e < shape.num_experts; ++e) {
+    scores[e] = routing.sigmoid ? 1.0f / (1.0f + std::exp(-logits[e])) : std::exp(logits[e] - largest);
+    total += scores[e];
+  }
+  for (int64_t e = 0; e < shape.num_experts; ++e) {
+    if (!routing.sigmoid) scores[e] /= total;
+    keys[e] = routing.bias == nullptr ? scores[e] : scores[e] + routing.bias[e];
+  }
+  pick(keys, chosen);
+  total = 0.0f;
+  for (int64_t i = 0; i < shape.top_k; ++i) {
+    chosen[i].share = scores[chosen[i].expert];
+    total += chosen[i].share;
+  }
+  if (!routing.normalize) return true;
+  total = std::max(total, kLeastTotal);
+  for (int64_t i = 0; i < shape.top_k; ++i) chosen[i].share /= total;
+  return true;
+}
+
+void ExpertsState::choose(const Buffer& router, const ExpertsRouting& routing, int64_t begin,
+                          int64_t end) noexcept {
   for (int64_t row = begin; row < end; ++row) {
     const float* logits = router.row(row);
     Choice* chosen = &choices_[static_cast<size_t>(row * shape.top_k)];
-    int32_t size = 0;
-    bool has_nan = false;
-    for (int32_t e = 0; e < count; ++e) {
-      const float logit = logits[e];
-      has_nan |= logit != logit;
-      if (size == top_k && !(logit > chosen[top_k - 1].share)) continue;
-      int32_t at = size < top_k ? size++ : top_k - 1;
-      for (; at > 0 && logit > chosen[at - 1].share; --at) chosen[at] = chosen[at - 1];
-      chosen[at] = {e, logit};
-    }
-    const float largest = chosen[0].share;
-    std::sort(chosen, chosen + top_k, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
-    if (has_nan || !std::isfinite(largest)) {
-      for (int32_t i = 0; i < top_k; ++i) chosen[i].share = std::numeric_limits<float>::quiet_NaN();
-      continue;
-    }
-    float total = 0.0f;
-    if (!normalize) {
-      for (int32_t e = 0; e < count; ++e) total += std::exp(logits[e] - largest);
-    }
-    for (int32_t i = 0; i < top_k; ++i) {
-      chosen[i].share = std::exp(chosen[i].share - largest);
-      if (normalize) total += chosen[i].share;
-    }
-    for (int32_t i = 0; i < top_k; ++i) chosen[i].share /= total;
+    const bool has_shares = routing.is_plain() ? share_logits(logits, routing.normalize, chosen)
+                                               : share_scores(logits, routing, chosen);
+    const float scale = has_shares ? routing.scale : std::numeric_limits<float>::quiet_NaN();
+    if (scale == 1.0f) continue;
+    for (int64_t i = 0; i < shape.top_k; ++i) chosen[i].share *= scale;
   }
 }
 
@@ -210,7 +260,7 @@ int64_t RouteStage::prepare(const Pass& pass) noexcept {
 }
 
 void RouteStage::run(int64_t task, int) noexcept {
-  op_->state->choose(*op_->router, op_->normalize, task * kRouteRows,
+  op_->state->choose(*op_->router, op_->routing, task * kRouteRows,
                      std::min(num_rows_, (task + 1) * kRouteRows));
 }
 
@@ -220,7 +270,7 @@ int64_t ExpertsGateStage::prepare(const Pass& pass) noexcept {
   ExpertsState& state = *op_->state;
   const int64_t num_rows = pass.num_rows(state.shape.rows);
   if (num_rows == 0) return 0;
-  if (num_rows <= kRowsAlone) state.choose(*op_->router, op_->normalize, 0, num_rows);
+  if (num_rows <= kRowsAlone) state.choose(*op_->router, op_->routing, 0, num_rows);
   state.sort(num_rows);
   cut_tasks();
   return static_cast<int64_t>(state.tasks.size());

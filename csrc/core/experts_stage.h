@@ -23,6 +23,17 @@ struct ExpertsShape {
   }
 };
 
+// How logits become shares.
+struct ExpertsRouting {
+  bool sigmoid = false;         // scores are sigmoids of the logits, not their softmax
+  bool normalize = false;       // shares are divided by their sum
+  const float* bias = nullptr;  // added to scores to choose by, not to shares
+  float scale = 1.0f;           // of shares, at last
+
+  // Scores in the order of the logits, so that those of experts that are not chosen need not be known.
+  bool is_plain() const { return !sigmoid && bias == nullptr; }
+};
+
 // Who works on which rows, and memory for what lies between stages. Operations of one shape share it, for
 // they run one after the other.
 class ExpertsState {
@@ -53,7 +64,7 @@ class ExpertsState {
   // Makes room for a step; the only function that allocates or throws.
   void reserve(int64_t rows);
   // Finds the experts of rows [begin, end), ascending, and their shares.
-  void choose(const Buffer& router, bool normalize, int64_t begin, int64_t end) noexcept;
+  void choose(const Buffer& router, const ExpertsRouting& routing, int64_t begin, int64_t end) noexcept;
   // Lists the entries of every expert once all rows have chosen.
   void sort(int64_t num_rows) noexcept;
 
@@ -79,6 +90,9 @@ class ExpertsState {
     float share;
   };
   int64_t max_tasks(int64_t rows) const;
+  void pick(const float* keys, Choice* chosen) const noexcept;
+  bool share_logits(const float* logits, bool normalize, Choice* chosen) const noexcept;
+  bool share_scores(const float* logits, const ExpertsRouting& routing, Choice* chosen) const noexcept;
 
   std::vector<Choice> choices_;  // [rows, top_k]
   std::vector<int32_t> next_;    // of every expert, while entries are sorted
@@ -98,7 +112,7 @@ struct ExpertsOperands {
   const Buffer* out;
   ExpertMatrices gate, up, down;
   Activation act;
-  bool normalize;
+  ExpertsRouting routing;
   ExpertsState* state;
 };
 

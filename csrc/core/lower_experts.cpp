@@ -49,7 +49,7 @@ ExpertMatrices Program::expert_matrices(const ExpertParts& parts, const Buffer& 
 }
 
 void Program::experts(int x, int router, const ExpertParts& gate, const ExpertParts& up,
-                      const ExpertParts& down, int out, Activation act, int64_t top_k, bool normalize) {
+                      const ExpertParts& down, int out, Activation act, const Routing& routing) {
   require(!state_->finalized, "the program is final");
   Buffer& input = state_->buffer(x);
   Buffer& logits = state_->buffer(router);
@@ -59,6 +59,7 @@ void Program::experts(int x, int router, const ExpertParts& gate, const ExpertPa
   require(up.weights.size() == gate.weights.size() && down.weights.size() == gate.weights.size() &&
               logits.width == count,
           "experts: each needs three matrices and a logit");
+  const int64_t top_k = routing.top_k;
   require(top_k >= 1 && top_k <= std::min(count, kMaxExpertsPerRow),
           "experts: a row may choose between 1 and 32 of them, and not more than there are");
   require(logits.rows == input.rows && target.rows == input.rows,
@@ -69,7 +70,10 @@ void Program::experts(int x, int router, const ExpertParts& gate, const ExpertPa
   op.router = &logits;
   op.out = &target;
   op.act = act;
-  op.normalize = normalize;
+  op.routing.sigmoid = routing.sigmoid;
+  op.routing.normalize = routing.normalize;
+  op.routing.bias = state_->vector(routing.bias, count);
+  op.routing.scale = routing.scale;
   op.gate = expert_matrices(gate, input, 0);
   const int64_t inner = op.gate.of[0]->n;
   op.up = expert_matrices(up, input, inner);

@@ -12,6 +12,7 @@ import pytest
 from tellin.exceptions import ModelLoadError, TellinError, UnsupportedModelError
 from tellin.loading.hf_hparams import hparams_from_config
 from tellin.loading.model_source import ModelSource, open_model
+from tellin.loading.names import is_dropped_hf_name
 from tellin.loading.tensors import ModelHParams, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 from tests.loading.gguf_writer import write_gguf
@@ -247,6 +248,34 @@ def test_gguf_shares_that_the_file_does_not_tell(
     assert told.hparams.norm_topk_prob is not normalizes
 
 
+def test_scores_of_experts(tmp_path: Path) -> None:
+    keys = {"expert_gating_func": 2, "expert_weights_scale": 2.5}
+    for architecture, told, scoring, scale in (
+        ("qwen3moe", {}, "softmax", 1.0),
+        ("qwen3moe", keys, "sigmoid", 2.5),
+        ("glm4moe", {}, "sigmoid", 1.0),
+        ("glm4moe", {"expert_gating_func": 1, "expert_weights_scale": 0.0}, "softmax", 1.0),
+    ):
+        hparams = open_gguf(tmp_path, stacked(), architecture, **told).hparams
+        assert (hparams.expert_scoring, hparams.expert_scale) == (scoring, scale)
+    assert hf("glm4_moe", routed_scaling_factor=1.5).expert_scale == 1.5
+    assert hf("glm4_moe").rope_dim == 4
+    ernie = hf("ernie4_5_moe", moe_num_experts=7, moe_k=3, num_experts=9)
+    assert (ernie.num_experts, ernie.num_experts_per_tok) == (7, 3)
+    assert ernie.rope_interleaved
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    arrays = stacked()
+    arrays["blk.1.nextn.eh_proj.weight"] = np.ones((HIDDEN, 2 * HIDDEN), np.float32)
+    source = open_gguf(tmp_path, arrays, "glm4moe", nextn_predict_layers=1)
+    assert source.hparams.num_hidden_layers == LAYERS - 1
+    assert {name.split(".")[1] for name in source.tensors if name.startswith("layers")} == {"0"}
+    assert not [name for name in source.tensors if "nextn" in name]
+    names = ("model.mtp_block.0.norm.weight", "model.mtp_emb_norm.0.weight")
+    assert all(is_dropped_hf_name(name) for name in names)
+
+
 def test_the_width_of_experts_may_be_that_of_the_mlp(tmp_path: Path) -> None:
     metadata = gguf_metadata("llama", expert_count=EXPERTS, expert_used_count=1)
     source = open_model(write_gguf(tmp_path / "m.gguf", metadata, stacked("llama")))
@@ -291,6 +320,7 @@ def hf(model_type: str, **keys: Any) -> ModelHParams:
         ("qwen2_moe", 60, 4, 1408, False),
         ("olmoe", 64, 8, 48, False),
         ("granitemoe", 8, 2, 48, True),
+        ("glm4_moe", 128, 8, 1408, True),
     ],
 )
 def test_hf_defaults(
@@ -307,9 +337,9 @@ def test_hf_defaults(
 @pytest.mark.parametrize(
     ("keys", "error", "message"),
     [
-        ({"expert_gating_func": 2}, UnsupportedModelError, r"qwen3moe\.expert_gating_func is 2"),
+        ({"expert_gating_func": 3}, UnsupportedModelError, r"qwen3moe\.expert_gating_func is 3"),
         ({"expert_group_count": 4}, UnsupportedModelError, "expert_group_count is 4"),
-        ({"expert_weights_scale": 2.5}, UnsupportedModelError, "expert_weights_scale is 2.5"),
+        ({"expert_weights_scale": -2.5}, ModelLoadError, "expert_scale is -2.5"),
         ({"expert_count": 2000}, ModelLoadError, "num_experts is 2000, allowed are 1 to 1024"),
         ({"expert_used_count": 4}, ModelLoadError, "num_experts_per_tok is 4, allowed are 1 to 3"),
         ({"expert_used_count": 0}, ModelLoadError, "num_experts_per_tok is 0"),
@@ -333,6 +363,8 @@ def test_gguf_refusals(
         ("qwen3_moe", {"n_group": 8}, UnsupportedModelError, "'n_group' is 8"),
         ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 99},
          UnsupportedModelError, "'use_sliding_window' is not supported"),
+        ("glm4_moe", {"scoring_func": "softmax"}, UnsupportedModelError, "is 'softmax'"),
+        ("mixtral", {"routed_scaling_factor": 2}, UnsupportedModelError, "'routed_scaling_factor'"),
         ("mixtral", {"num_local_experts": -1}, ModelLoadError, "num_experts is -1"),
         ("mixtral", {"num_experts_per_tok": 9}, ModelLoadError, "allowed are 1 to 8"),
     ],

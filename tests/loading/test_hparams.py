@@ -171,7 +171,7 @@ def test_gguf_missing_keys_and_tensors() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 2}, "gating_func is 2"),
+        ({"expert_count": 8, "expert_used_count": 2, "expert_gating_func": 3}, "gating_func is 3"),
         ({"use_parallel_residual": True}, "parallel residuals"),
         ({"attention.key_length": 8, "attention.value_length": 16}, "only equal ones"),
         ({"attention.head_count_kv": np.array([1, 2], np.int32)}, "differs from layer to layer"),

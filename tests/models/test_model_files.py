@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import gguf
@@ -67,11 +68,11 @@ def test_checkpoints_of_transformers(
 
     hp = ALL_CASES[name]
     model = getattr(transformers, CLASSES[hp.architecture][1])(make_config(name, hp))
-    model.load_state_dict(state_dict(name, hp))
+    model.load_state_dict(state_dict(name, hp), strict=not hp.tie_word_embeddings)
     model.save_pretrained(tmp_path)
     np.testing.assert_allclose(reference_logits(tmp_path), golden[name], rtol=0, atol=5e-5)
     with open_model(tmp_path) as source:
         assert source.hparams.num_experts == hp.num_experts
         assert source.hparams.norm_topk_prob == hp.norm_topk_prob
     values = json.loads((tmp_path / "config.json").read_text())
-    assert values["model_type"].replace("_", "") == hp.architecture
+    assert values["model_type"].replace("_", "") == re.sub("[-_]", "", hp.architecture)

@@ -148,6 +148,24 @@ EXPERT_CASES: dict[str, ModelHParams] = {
         num_key_value_heads=4,
     ),
     "qwen2moe": replace(EXPERTS, architecture="qwen2moe", norm_topk_prob=False),
+    "glm4moe": replace(
+        EXPERTS,
+        architecture="glm4moe",
+        rope_dim=8,
+        attention_bias=True,
+        expert_scoring="sigmoid",
+        expert_scale=1.5,
+    ),
+    "glm4moe_head_norms": replace(
+        EXPERTS, architecture="glm4moe", head_dim=32, rope_dim=16, expert_scoring="sigmoid"
+    ),
+    "ernie": replace(
+        EXPERTS,
+        architecture="ernie4_5-moe",
+        rope_interleaved=True,
+        tie_word_embeddings=True,
+        rope_theta=500000.0,
+    ),
     "gpt_oss": replace(
         EXPERTS,
         architecture="gpt-oss",
@@ -174,9 +192,16 @@ EXPERT_CASES: dict[str, ModelHParams] = {
 }
 """Mixtures of experts."""
 ALL_CASES: dict[str, ModelHParams] = CASES | EXPERT_CASES
-DENSE_LAYERS: Mapping[str, tuple[int, ...]] = {"qwen3moe_some_dense": (0, 2)}
+DENSE_LAYERS: Mapping[str, tuple[int, ...]] = {
+    "qwen3moe_some_dense": (0, 2),
+    "glm4moe": (0,),
+    "glm4moe_head_norms": (0,),
+    "ernie": (0,),
+}
 """Layers without experts."""
-SHARED_WIDTH = 80
+SHARED_WIDTH = 64
+"""Of shared experts: two, where they are counted in experts."""
+WITH_SHARED_EXPERTS = ("ernie4_5-moe", "glm4moe", "qwen2moe")
 MAX_MODEL_LEN: Mapping[str, int] = {"phi3_longrope_short": 64}
 
 
@@ -205,6 +230,8 @@ def tiny_arrays(name: str) -> dict[str, np.ndarray]:
         values = random.standard_normal(shape)
         if "norm" in tensor and tensor.endswith(".weight"):
             values = 1 - hp.norm_weight_offset + 0.2 * values
+        elif tensor.endswith("selection.bias"):
+            values = 0.1 * values
         elif len(shape) == 2 and not tensor.startswith("embed"):
             values = 1.3 * values / np.sqrt(shape[1])
         arrays[tensor] = values.astype(np.float32)
@@ -250,13 +277,16 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
             linears |= _mlp_shapes(mlp, hidden, inner)
         biased = set()
         if hp.attention_bias:
-            parts = "qkv" if hp.architecture == "glm4" else "qkvo"
+            parts = "qkv" if hp.architecture.startswith("glm4") else "qkvo"
             biased |= {f"{attention}.{p}_proj" for p in parts}
         if hp.mlp_bias:
             biased |= {name for name in linears if name.startswith(mlp)}
         if hp.architecture in ("qwen2", "qwen2moe"):
             biased |= {f"{attention}.{p}_proj" for p in "qkv"}
         for name, shape in linears.items():
+            if name.endswith(".selection"):
+                shapes[f"{name}.bias"] = shape
+                continue
             shapes[f"{name}.weight"] = shape
             if name in biased:
                 shapes[f"{name}.bias"] = shape[:1]
@@ -266,7 +296,8 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
         elif hp.architecture in ("olmo2", "olmo3"):
             norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
         shapes |= {f"layers.{i}.{norm}.weight": (hidden,) for norm in norms}
-        if hp.architecture in ("qwen3", "qwen3moe", "gemma3"):
+        has_head_norms = hp.architecture == "glm4moe" and not hp.attention_bias
+        if has_head_norms or hp.architecture in ("qwen3", "qwen3moe", "gemma3"):
             shapes |= {f"{attention}.{p}_norm.weight": (hp.head_dim,) for p in "qk"}
         if hp.architecture == "gpt-oss":
             shapes[f"{attention}.sinks.weight"] = (hp.num_attention_heads,)
@@ -290,8 +321,11 @@ def _expert_shapes(hp: ModelHParams, name: str) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {f"{name}.gate": (hp.num_experts, hp.hidden_size)}
     for e in range(hp.num_experts):
         shapes |= _mlp_shapes(f"{name}.experts.{e}", hp.hidden_size, hp.moe_intermediate_size)
-    if hp.architecture == "qwen2moe":
+    if hp.architecture in WITH_SHARED_EXPERTS:
         shapes |= _mlp_shapes(f"{name}.shared_expert", hp.hidden_size, SHARED_WIDTH)
+    if hp.architecture in ("ernie4_5-moe", "glm4moe"):
+        shapes[f"{name}.selection"] = (hp.num_experts,)
+    if hp.architecture == "qwen2moe":
         shapes[f"{name}.shared_expert_gate"] = (1, hp.hidden_size)
     return shapes
 

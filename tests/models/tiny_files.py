@@ -30,6 +30,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.selection": "exp_probs_b",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -82,6 +83,8 @@ def _gguf_arrays(arrays: Arrays, hp: ModelHParams, dense_layers: tuple[int, ...]
     names = dict(_LAYER)
     if hp.architecture == "gpt-oss":
         names |= _LAYER_GPT_OSS
+    elif hp.architecture == "glm4moe":
+        names["post_attention_layernorm"] = "post_attention_norm"
     elif hp.architecture in ("glm4", "olmo2", "olmo3"):
         names |= _LAYER_NORMS_AFTER
     if hp.architecture == "glm4":
@@ -124,12 +127,25 @@ def _metadata(architecture: str, hp: ModelHParams) -> dict[str, Any]:
     }
     if hp.num_experts:
         own |= {"expert_count": hp.num_experts, "expert_used_count": hp.num_experts_per_tok}
-        if architecture.startswith("qwen"):
+        if architecture.startswith(("ernie", "glm4", "qwen")):
             own["expert_feed_forward_length"] = hp.moe_intermediate_size
         else:
             own["feed_forward_length"] = hp.moe_intermediate_size
     if architecture == "qwen2moe":
         own["expert_shared_feed_forward_length"] = SHARED_WIDTH
+    if architecture == "glm4moe":
+        own |= {
+            "expert_gating_func": 2,
+            "expert_weights_scale": hp.expert_scale,
+            "expert_weights_norm": hp.norm_topk_prob,
+        }
+    if architecture in ("ernie4_5-moe", "glm4moe"):
+        own |= {
+            "leading_dense_block_count": 1,
+            "expert_shared_count": SHARED_WIDTH // hp.moe_intermediate_size,
+            "expert_shared_feed_forward_length": SHARED_WIDTH,
+            "interleave_moe_layer_step": 1,
+        }
     if architecture == "qwen3moe":
         own["expert_weights_norm"] = hp.norm_topk_prob
     if hp.sliding_window:

@@ -98,6 +98,15 @@ class Program {
     std::vector<int> weights, biases;
   };
 
+  // How a row's logits become the shares of the experts that it chooses.
+  struct Routing {
+    int64_t top_k;
+    bool sigmoid;    // scores are sigmoids of the logits, not their softmax
+    bool normalize;  // shares are divided by their sum
+    int bias;        // vector id: added to scores to choose by, not to shares; -1 = none
+    float scale;     // of shares, at last
+  };
+
   explicit Program(const Options& options);
   ~Program();
 
@@ -116,7 +125,7 @@ class Program {
   void gated_linear(int x, Part gate, Part up, int out, Activation act);
   // Router: a logit for each expert.
   void experts(int x, int router, const ExpertParts& gate, const ExpertParts& up, const ExpertParts& down,
-               int out, Activation act, int64_t top_k, bool normalize);
+               int out, Activation act, const Routing& routing);
   // out = x * sigmoid(gate), one value per row.
   void gate_rows(int x, int gate, int out);
   // out += (x A^T) B^T for each of `outs`, in rows of requests with an adapter. Returns the number of the

@@ -55,6 +55,9 @@ class Program:
         act: str,
         top_k: int,
         normalize: bool,
+        sigmoid: bool = False,
+        selection_bias: int = -1,
+        scale: float = 1.0,
     ) -> None: ...
     def gate_rows(self, x: int, gate: int, out: int) -> None: ...
     def lora(self, x: int, outs: Sequence[int], max_rank: int) -> int: ...

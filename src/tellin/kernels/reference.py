@@ -216,7 +216,8 @@ class ReferenceBackend:
         x, logits = self._get(op.x), self._get(op.router)
         out = np.zeros((len(x), op.out.width), dtype=np.float32)
         for row in range(len(x)):
-            chosen, shares = _route(logits[row], op.top_k, op.normalize)
+            bias = None if op.selection_bias is None else self._weights[op.selection_bias]
+            chosen, shares = _route(logits[row], op, bias)
             for expert, share in zip(chosen.tolist(), shares, strict=True):
                 gate = self._weights[op.gate[expert]] @ x[row]
                 up = self._weights[op.up[expert]] @ x[row]
@@ -349,14 +350,24 @@ class ReferenceBackend:
 # ---- formulas --------------------------------------------------------------------------------
 
 
-def _route(logits: Floats, top_k: int, normalize: bool) -> tuple[npt.NDArray[np.intp], Floats]:
-    """Experts of one row, ascending, and their shares; NaN where the softmax has no value."""
-    with np.errstate(invalid="ignore"):
-        exps = np.exp(logits - logits.max())
+def _route(
+    logits: Floats, op: ir.Experts, bias: Floats | None
+) -> tuple[npt.NDArray[np.intp], Floats]:
+    """Experts of one row, ascending, and their shares; NaN where the scores have no value."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        if op.scoring == "sigmoid":
+            scores = np.float32(1) / (1 + np.exp(-logits))
+            scores = np.full_like(scores, np.nan) if np.isnan(logits).any() else scores
+        else:
+            exps = np.exp(logits - logits.max())
+            scores = exps / exps.sum()
+    keys = scores + bias if bias is not None else scores if op.scoring == "sigmoid" else logits
     # A stable sort leaves equal ones in the order of their ids.
-    chosen = np.sort(np.argsort(-logits, kind="stable")[:top_k])
-    total = (exps[chosen] if normalize else exps).sum()
-    return chosen, exps[chosen] / total
+    chosen = np.sort(np.argsort(-keys, kind="stable")[: op.top_k])
+    shares = scores[chosen]
+    if op.normalize:
+        shares = shares / np.maximum(shares.sum(), np.float32(1e-20))
+    return chosen, (shares * op.scale).astype(np.float32)
 
 
 def _attend(

@@ -20,7 +20,9 @@ from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
+    NEIGHBOUR_PAIRS,
     NORMALIZES_EXPERTS,
+    SIGMOID_EXPERTS,
     SUPPORTED_ARCHITECTURES,
     WITH_EXPERTS,
     check_hparams,
@@ -34,12 +36,11 @@ from tellin.loading.typed_mapping import TypedMapping
 _GELU_TANH = frozenset(GEMMA_FAMILY)
 _SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
 _SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
-_INTERLEAVED = ("glm4", "granite", "granitemoe", "llama", "mistral", "smollm3")
+_INTERLEAVED = (*NEIGHBOUR_PAIRS, "granite", "granitemoe", "llama", "mistral", "smollm3")
 """Families whose rotated pairs are neighbours: by nature (GLM-4), or because their converter
 permutes the rows of q and k."""
 _EXPERT_VARIANTS = {
-    "expert_gating_func": (0.0, 1.0),  # softmax; 2 is sigmoid
-    "expert_weights_scale": (0.0, 1.0),
+    "expert_gating_func": (0.0, 1.0, 2.0),  # not told, softmax, sigmoid
     "expert_group_count": (0.0, 1.0),
 }
 """Keys of mixtures and the values whose meaning is what the plan does."""
@@ -75,7 +76,8 @@ class _Reader:
         self.architecture = architecture
         self.tensors = tensors
         self.hidden_size = self._int("embedding_length")
-        self.num_layers = self._int("block_count")
+        # Layers that predict further tokens come last and are not run.
+        self.num_layers = self._int("block_count") - self._int("nextn_predict_layers", 0)
         self.num_heads = self._uniform_int("attention.head_count")
         if self.num_layers > len(tensors):
             raise ModelLoadError(
@@ -168,7 +170,14 @@ class _Reader:
                 "expert_feed_forward_length", hparams.intermediate_size
             ),
             norm_topk_prob=self._bool("expert_weights_norm", normalizes),
+            expert_scoring=self._expert_scoring(),
+            expert_scale=self._scale("expert_weights_scale"),
         )
+
+    def _expert_scoring(self) -> str:
+        default = 2 if self.architecture in SIGMOID_EXPERTS else 1
+        kind = self._int("expert_gating_func", 0) or default
+        return "sigmoid" if kind == 2 else "softmax"
 
     def _scale(self, key: str) -> float:
         """A factor; files write 0 for none."""

@@ -16,7 +16,9 @@ from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
+    NEIGHBOUR_PAIRS,
     NORMALIZES_EXPERTS,
+    SIGMOID_EXPERTS,
     WITH_EXPERTS,
     check_hparams,
     embedding_scale,
@@ -34,7 +36,9 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "ernie4_5_moe": "ernie4_5-moe",
     "glm4": "glm4",
+    "glm4_moe": "glm4moe",
     "granite": "granite",
     "granitemoe": "granitemoe",
     "llama": "llama",
@@ -84,6 +88,26 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 4096,
         "rope_theta": 1_000_000.0,
         "vocab_size": 262_208,
+    },
+    "ernie4_5-moe": {
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+        "num_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1536,
+    },
+    "glm4moe": {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "partial_rotary_factor": 0.5,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
     },
     "glm4": {
         "head_dim": 128,
@@ -158,11 +182,13 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
     "clip_qkv": (None,),
     "n_group": (1, 0),
     "qkv_bias": (True,),
-    "routed_scaling_factor": (1, 1.0),
-    "scoring_func": ("softmax",),
+    "topk_group": (1, 0),
 }
 """Keys of mixtures and the values whose meaning is what the plan does."""
-_WITHOUT_WINDOW = ("gemma", "glm4", "llama", "olmo2", "olmoe", "smollm3", *GRANITE_FAMILY)
+_WITHOUT_WINDOW = (
+    "ernie4_5-moe", "gemma", "glm4", "glm4moe", "llama", "olmo2", "olmoe", "smollm3",
+    *GRANITE_FAMILY,
+)  # fmt: skip
 _SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
 
 
@@ -272,7 +298,7 @@ class _Reader:
             rope_theta=self.rope.get_float("rope_theta", config.get_float("rope_theta", 10_000.0)),
             rope_local_theta=self._rope_local_theta(),
             rope_dim=_whole(head_dim * self._rotary_part()),
-            rope_interleaved=self.architecture == "glm4",
+            rope_interleaved=self.architecture in NEIGHBOUR_PAIRS,
             rope_scaling=scaling,
             tie_word_embeddings=config.get_bool("tie_word_embeddings", is_gemma),
             attention_bias=config.get_bool("attention_bias", False),
@@ -322,23 +348,33 @@ class _Reader:
         config = self.config
         if self.architecture not in WITH_EXPERTS:
             return hparams
-        for key, supported in _EXPERT_VARIANTS.items():
+        is_sigmoid = self.architecture in SIGMOID_EXPERTS
+        variants = _EXPERT_VARIANTS | ({} if is_sigmoid else {"routed_scaling_factor": (1, 1.0)})
+        for key, supported in variants.items():
             if config.has(key) and config[key] not in supported:
                 raise UnsupportedModelError(
                     f"{self.path}: {key!r} is {config[key]!r}, which is not supported for "
                     f"{self.architecture!r}; supported is {supported[0]!r}"
                 )
-        # Configurations of one family spell it either way.
-        num_experts = config.get_int("num_local_experts", config.get_int("num_experts"))
+        scoring = config.get_str("scoring_func", "softmax")
+        if scoring != ("sigmoid" if is_sigmoid else "softmax"):
+            raise UnsupportedModelError(
+                f"{self.path}: 'scoring_func' is {scoring!r}, which is not supported for "
+                f"{self.architecture!r}"
+            )
+        # Families spell it in their own ways, some in either of two.
+        spellings = ("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts")
         return replace(
             hparams,
-            num_experts=num_experts,
-            num_experts_per_tok=config.get_int("num_experts_per_tok"),
+            num_experts=config.get_int(next(filter(config.has, spellings), spellings[0])),
+            num_experts_per_tok=config.get_int("moe_k", config.get_int("num_experts_per_tok")),
             moe_intermediate_size=config.get_int(
                 "moe_intermediate_size", hparams.intermediate_size
             ),
             norm_topk_prob=self.architecture in NORMALIZES_EXPERTS
             or config.get_bool("norm_topk_prob", False),
+            expert_scoring=scoring,
+            expert_scale=config.get_float("routed_scaling_factor", 1.0),
         )
 
     def _logit_scale(self) -> float:

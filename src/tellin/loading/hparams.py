@@ -15,10 +15,12 @@ from tellin.loading.tensors import ModelHParams, RopeScaling
 
 SUPPORTED_ARCHITECTURES = (
     "bert",
+    "ernie4_5-moe",
     "gemma",
     "gemma2",
     "gemma3",
     "glm4",
+    "glm4moe",
     "gpt-oss",
     "granite",
     "granitemoe",
@@ -40,10 +42,23 @@ SUPPORTED_ARCHITECTURES = (
 GEMMA_FAMILY = ("gemma", "gemma2", "gemma3")
 GRANITE_FAMILY = ("granite", "granitemoe")
 NORMS_AFTER_BLOCKS = ("gemma2", "gemma3", "glm4", "olmo2", "olmo3")
-WITH_EXPERTS = ("gpt-oss", "granitemoe", "mixtral", "olmoe", "qwen2moe", "qwen3moe")
+WITH_EXPERTS = (
+    "ernie4_5-moe",
+    "glm4moe",
+    "gpt-oss",
+    "granitemoe",
+    "mixtral",
+    "olmoe",
+    "qwen2moe",
+    "qwen3moe",
+)
 """Mixtures of experts."""
-NORMALIZES_EXPERTS = ("gpt-oss", "granitemoe", "mixtral")
+NORMALIZES_EXPERTS = ("ernie4_5-moe", "gpt-oss", "granitemoe", "mixtral")
 """Mixtures that always divide the weights of a token's experts by their sum."""
+SIGMOID_EXPERTS = ("glm4moe",)
+"""Mixtures that score experts by the sigmoid of their logits."""
+NEIGHBOUR_PAIRS = ("ernie4_5-moe", "glm4")
+"""Families whose checkpoints, not GGUF files alone, have rotated pairs side by side."""
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
 
@@ -125,7 +140,14 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
         limit = min(hparams.num_experts, MAX_EXPERTS_PER_TOKEN)
         _check_range(path, "num_experts_per_tok", hparams.num_experts_per_tok, 1, limit)
         _check_range(path, "moe_intermediate_size", hparams.moe_intermediate_size, 1, _MAX_SIZE)
-    for name in ("norm_eps", "rope_theta", "embedding_scale", "residual_scale", "logit_scale"):
+    for name in (
+        "norm_eps",
+        "rope_theta",
+        "embedding_scale",
+        "expert_scale",
+        "residual_scale",
+        "logit_scale",
+    ):
         _check_positive(path, name, getattr(hparams, name))
     for name in (
         "rope_local_theta",

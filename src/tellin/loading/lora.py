@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from tellin.exceptions import AdapterError, AdapterNotFoundError, LoadError
 from tellin.loading.dequantize import dequantize
+from tellin.loading.hparams import NEIGHBOUR_PAIRS
 from tellin.loading.json_file import read_json_object
 from tellin.loading.names import canonical_hf_name, fused_parts
 from tellin.loading.safetensors import SafetensorsFile
@@ -245,7 +246,8 @@ class _Reader:
         checkpoints that adapters are trained on have them half a head apart.
         """
         hparams = self.hparams
-        if not hparams.rope_interleaved or not layer.endswith((".q_proj", ".k_proj")):
+        is_reordered = hparams.rope_interleaved and hparams.architecture not in NEIGHBOUR_PAIRS
+        if not is_reordered or not layer.endswith((".q_proj", ".k_proj")):
             return b
         heads = len(b) // hparams.head_dim
         halves = b.reshape(heads, 2, hparams.head_dim // 2, b.shape[1])

@@ -15,6 +15,7 @@ tensors that its architecture did not use, so nothing is dropped in silence.
 ``layers.{i}.mlp.gate.weight`` (router)         ``layers.{i}.mlp.experts.{e}.{gate,up,down}_proj``
 ``layers.{i}.mlp.shared_expert_gate.weight``    ``layers.{i}.mlp.shared_expert.{gate,up,down}_proj``
 ``classifier.out_proj.{weight,bias}`` (scores)  ``classifier.dense``, ``pooler.dense`` (before it)
+``layers.{i}.mlp.selection.bias``               of experts, to choose by
 =============================================== =================================================
 
 Matrices that a file stacks, one expert on the other, become one tensor per expert: views again.
@@ -53,6 +54,7 @@ _GGUF_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.selection",
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
@@ -90,8 +92,11 @@ _HF_GLM4 = {
 _HF_PREFIX = re.compile(
     r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.|roberta\.)"
 )
-_HF_CONSTANT = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z")
-"""Constants that old checkpoints store."""
+_HF_CONSTANT = re.compile(
+    r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z"
+    r"|(model\.)?mtp_(block|emb_norm|hidden_norm|linear_proj)\."
+)
+"""Constants that old checkpoints store, and ERNIE's layers that predict further tokens."""
 _HF_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model|connector)\.")
 """The image half of a model: `tellin.loading.vision` reads it."""
 _HF_BERT = (
@@ -125,7 +130,18 @@ _HF_BERT = (
     (re.compile(r"LayerNorm\.gamma\Z|layernorm\.gamma\Z"), "layernorm.weight"),
     (re.compile(r"LayerNorm\.beta\Z|layernorm\.beta\Z"), "layernorm.bias"),
 )
+_HF_EXPERT_PARTS = (
+    ".block_sparse_moe.",
+    ".experts.",
+    ".shared_experts.",
+    "e_score_correction_bias",
+)
 _HF_EXPERTS = (
+    (re.compile(r"\.mlp\.shared_experts\."), ".mlp.shared_expert."),
+    (
+        re.compile(r"\.mlp\.(gate|moe_statics|gate\.moe_statics)\.e_score_correction_bias\Z"),
+        ".mlp.selection.bias",
+    ),
     (re.compile(r"\.block_sparse_moe\.router\.layer\.weight\Z"), ".mlp.gate.weight"),
     (
         re.compile(r"\.block_sparse_moe\.input_linear\.weight\Z"),
@@ -138,6 +154,7 @@ _HF_EXPERTS = (
     (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
     (re.compile(r"\.experts\.(gate_up|down)_proj\Z"), r".experts.\1_proj.weight"),
 )
+_NUMBERED_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 _STACKED = re.compile(
     r"(layers\.\d+\.mlp\.experts)\.((?:gate|up|down|gate_up)_proj\.(weight|bias))\Z"
 )
@@ -155,6 +172,8 @@ def canonical_from_gguf(
         layer_names |= _GGUF_LAYER_BERT
     elif architecture == "gpt-oss":
         layer_names |= _GGUF_LAYER_GPT_OSS
+    elif architecture == "glm4moe":
+        layer_names["post_attention_norm"] = "post_attention_layernorm"
     if architecture in ("glm4", "phi3"):
         # These converters store gate and up in one matrix under the name of the latter.
         layer_names["ffn_up"] = "mlp.gate_up_proj"
@@ -173,7 +192,7 @@ def canonical_from_gguf(
             return f"{_GGUF_GLOBAL[match[1]]}.{match[2]}"
         return _canonical_head(name)
 
-    return _canonical(path, hparams, tensors.values(), rename)
+    return _canonical(path, hparams, _run_layers(hparams, tensors), rename)
 
 
 def canonical_from_hf(
@@ -184,7 +203,15 @@ def canonical_from_hf(
     def rename(name: str) -> str | None:
         return None if is_dropped_hf_name(name) else canonical_hf_name(hparams.architecture, name)
 
-    return _canonical(path, hparams, tensors.values(), rename)
+    return _canonical(path, hparams, _run_layers(hparams, tensors), rename)
+
+
+def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iterable[TensorRef]:
+    """Without the layers of GLM-4.5 that follow its last one: they predict further tokens."""
+    for name, tensor in tensors.items():
+        match = _NUMBERED_LAYER.match(name) if hparams.architecture == "glm4moe" else None
+        if match is None or int(match[1]) < hparams.num_hidden_layers:
+            yield tensor
 
 
 def canonical_hf_name(architecture: str, name: str) -> str:
@@ -197,7 +224,7 @@ def canonical_hf_name(architecture: str, name: str) -> str:
         layer, _, rest = name.rpartition(".post_")
         norm, _, kind = f"post_{rest}".partition(".")
         name = f"{layer}.{_HF_GLM4[norm]}.{kind}" if norm in _HF_GLM4 else name
-    elif architecture in WITH_EXPERTS and (".block_sparse_moe." in name or ".experts." in name):
+    elif architecture in WITH_EXPERTS and any(part in name for part in _HF_EXPERT_PARTS):
         for pattern, replacement in _HF_EXPERTS:
             name = pattern.sub(replacement, name)
     return _canonical_head(name)
@@ -253,6 +280,9 @@ def _split_stacked(
     if name.endswith(".shared_expert_gate.weight") and len(tensor.shape) == 1:
         row = TensorRef(tensor.name, (1, *tensor.shape), tensor.quant_type, tensor.data)
         return [(name, row)]
+    if name.endswith(".mlp.selection.bias") and tensor.shape[:-1] == (1,):
+        vector = TensorRef(tensor.name, tensor.shape[1:], tensor.quant_type, tensor.data)
+        return [(name, vector)]
     match = _STACKED.match(name)
     if not match or not hparams.num_experts:
         return [(name, tensor)]

@@ -154,6 +154,10 @@ class ModelHParams:
     """Width of one expert; ``intermediate_size`` is that of layers without experts."""
     norm_topk_prob: bool = False
     """Divide the weights of a token's experts by their sum."""
+    expert_scoring: str = "softmax"
+    """softmax or sigmoid of the router's logits."""
+    expert_scale: float = 1.0
+    """Factor of the weights of a token's experts."""
     residual_scale: float = 1.0
     """Factor of what a block adds to the residual stream (Granite)."""
     no_rope_interval: int | None = None

@@ -15,11 +15,13 @@ from tellin.models.plan.passes import optimize, with_lora
 
 _ARCHITECTURES = {
     "bert": "bert",
+    "ernie4_5-moe": "ernie4_5_moe",
     "gemma": "llama",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
     "glm4": "glm4",
+    "glm4moe": "glm4moe",
     "gpt-oss": "gpt_oss",
     "granite": "granite",
     "granitemoe": "granite",

@@ -31,11 +31,22 @@ def gated_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
 def experts_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     """Mixture of gated MLPs: each row goes through those that its router scores highest.
 
+    A model that has a bias to choose by has it in ``{name}.selection.bias``.
     Source: Shazeer et al. 2017 (sparsely-gated mixtures), section 2.
     """
     hp = b.hparams
     router = b.linear(x, f"{name}.gate", bias=False)
-    return b.experts(x, router, name, top_k=hp.num_experts_per_tok, normalize=hp.norm_topk_prob)
+    selection_bias = f"{name}.selection.bias"
+    return b.experts(
+        x,
+        router,
+        name,
+        top_k=hp.num_experts_per_tok,
+        normalize=hp.norm_topk_prob,
+        scoring=hp.expert_scoring,
+        selection_bias=selection_bias if b.has(selection_bias) else None,
+        scale=hp.expert_scale,
+    )
 
 
 def lm_head(b: PlanBuilder, x: Buffer) -> Plan:

@@ -35,7 +35,9 @@ CLASSES = {
     "phi3": ("Phi3Config", "Phi3ForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "ernie4_5-moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM"),
     "glm4": ("Glm4Config", "Glm4ForCausalLM"),
+    "glm4moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM"),
     "olmo3": ("Olmo3Config", "Olmo3ForCausalLM"),
     "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM"),
@@ -95,6 +97,8 @@ def rope_parameters(hp: ModelHParams) -> dict[str, object]:
 
 def expert_values(name: str, hp: ModelHParams) -> dict[str, object]:
     """What the configurations of mixtures say of experts."""
+    if hp.architecture in ("ernie4_5-moe", "glm4moe"):
+        return special_experts(name, hp)
     values: dict[str, object] = {"num_experts_per_tok": hp.num_experts_per_tok}
     if hp.architecture in ("gpt-oss", "mixtral", "granitemoe"):
         values["num_local_experts"] = hp.num_experts
@@ -108,6 +112,29 @@ def expert_values(name: str, hp: ModelHParams) -> dict[str, object]:
     if hp.architecture == "qwen2moe":
         values["shared_expert_intermediate_size"] = SHARED_WIDTH
     return values
+
+
+def special_experts(name: str, hp: ModelHParams) -> dict[str, object]:
+    """GLM-4.5 and ERNIE 4.5 have words of their own."""
+    num_dense, num_shared = len(DENSE_LAYERS[name]), SHARED_WIDTH // hp.moe_intermediate_size
+    if hp.architecture == "glm4moe":
+        return {
+            "num_experts_per_tok": hp.num_experts_per_tok,
+            "n_routed_experts": hp.num_experts,
+            "norm_topk_prob": hp.norm_topk_prob,
+            "moe_intermediate_size": hp.moe_intermediate_size,
+            "n_shared_experts": num_shared,
+            "first_k_dense_replace": num_dense,
+            "routed_scaling_factor": hp.expert_scale,
+            "use_qk_norm": not hp.attention_bias,
+        }
+    return {
+        "moe_k": hp.num_experts_per_tok,
+        "moe_num_experts": hp.num_experts,
+        "moe_intermediate_size": hp.moe_intermediate_size,
+        "moe_num_shared_experts": num_shared,
+        "moe_layer_start_index": num_dense,
+    }
 
 
 def make_config(name: str, hp: ModelHParams) -> transformers.PretrainedConfig:
@@ -218,6 +245,15 @@ def stack_experts(state: dict[str, torch.Tensor], mlp: str, hp: ModelHParams) ->
         for part in ("gate", "up", "down")
     )
     module = mlp
+    if hp.architecture in ("ernie4_5-moe", "glm4moe"):
+        for part in ("gate", "up", "down"):
+            own = state.pop(f"{mlp}.shared_expert.{part}_proj.weight")
+            state[f"{mlp}.shared_experts.{part}_proj.weight"] = own
+        bias = state.pop(f"{mlp}.selection.bias")
+        if hp.architecture == "glm4moe":
+            state[f"{mlp}.gate.e_score_correction_bias"] = bias
+        else:
+            state[f"{mlp}.gate.moe_statics.e_score_correction_bias"] = bias[None]
     if hp.architecture == "granitemoe":
         module = mlp.replace("mlp", "block_sparse_moe")
         state[f"{module}.router.weight"] = state.pop(f"{mlp}.gate.weight")

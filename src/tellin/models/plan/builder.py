@@ -166,15 +166,26 @@ class PlanBuilder:
         return out
 
     def experts(
-        self, x: Buffer, router: Buffer, name: str, *, top_k: int, normalize: bool
+        self,
+        x: Buffer,
+        router: Buffer,
+        name: str,
+        *,
+        top_k: int,
+        normalize: bool,
+        scoring: str = "softmax",
+        selection_bias: str | None = None,
+        scale: float = 1.0,
     ) -> Buffer:
         """Mixture of experts: the ``top_k`` experts of ``router``'s logits, by their softmax.
 
         ``router`` ``[rows, num_experts]``; expert e is the gated MLP ``{name}.experts.{e}``.
         ``normalize``: the chosen experts' shares add up to 1. Their matrices have biases if the
-        first one's has.
+        first one's has. ``scoring`` and ``scale`` are those of `ir.Experts`; ``selection_bias`` is
+        the name of a vector.
         """
         count = router.width
+        bias = None if selection_bias is None else self._vector(selection_bias, count)
         if x.rows is not router.rows:
             raise self._error(f"{x.name} and {router.name} must have the same rows")
         if count > MAX_EXPERTS or not 1 <= top_k <= min(MAX_EXPERTS_PER_TOKEN, count):
@@ -198,7 +209,7 @@ class PlanBuilder:
         self._ops.append(
             ir.Experts(
                 x, router, gate, up, down, out, self._activation(GATED_ACTIVATIONS), top_k,
-                normalize, gate_bias, up_bias, down_bias,
+                normalize, gate_bias, up_bias, down_bias, scoring, bias, scale,
             )
         )  # fmt: skip
         return out

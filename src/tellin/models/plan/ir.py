@@ -191,12 +191,15 @@ class GatedLinear(Op):
 class Experts(Op):
     """Mixture of experts: ``out = sum p_e * down_e(act(gate_e(x)) * up_e(x))`` over chosen ones.
 
-    ``router`` ``[num_rows, num_experts]`` holds a logit for each expert; p is their softmax. A row
-    chooses the ``top_k`` largest (of equal ones the lowest id); ``normalize`` divides their p by
-    the sum of them. The sum over the chosen ones is made in the order of their ids. ``gate[e]`` and
-    ``up[e]`` ``(expert width, x.width)``, ``down[e]`` ``(out.width, expert width)``; each of the
-    three has one storage type. A row whose logits are not numbers, or hold +inf, becomes NaN.
-    Source: Shazeer et al. 2017, eq. 1-5; Jiang et al. 2024 (Mixtral), section 2.1.
+    ``router`` ``[num_rows, num_experts]`` holds a logit for each expert; p is their softmax, or
+    with ``scoring`` sigmoid the sigmoid of each. A row chooses the ``top_k`` largest of p plus
+    ``selection_bias`` ``(num_experts,)``, if given (of equal ones the lowest id); ``normalize``
+    divides their p by the sum of them; ``scale`` multiplies them at last. The sum over the chosen
+    ones is made in the order of their ids. ``gate[e]`` and ``up[e]`` ``(expert width, x.width)``,
+    ``down[e]`` ``(out.width, expert width)``; each of the three has one storage type. A row whose
+    logits are not numbers, or with softmax hold +inf, becomes NaN.
+    Source: Shazeer et al. 2017, eq. 1-5; Jiang et al. 2024 (Mixtral), section 2.1; DeepSeek-AI 2024
+    (DeepSeek-V3), eq. 13-16, for sigmoid and bias.
     """
 
     x: Buffer
@@ -212,11 +215,15 @@ class Experts(Op):
     """One per expert, as `up_bias` and `down_bias`; all three or none."""
     up_bias: tuple[TensorRef, ...] = ()
     down_bias: tuple[TensorRef, ...] = ()
+    scoring: str = "softmax"
+    selection_bias: TensorRef | None = None
+    scale: float = 1.0
 
     @property
     def weights(self) -> tuple[TensorRef, ...]:
         matrices = (*self.gate, *self.up, *self.down)
-        return (*matrices, *self.gate_bias, *self.up_bias, *self.down_bias)
+        selection = () if self.selection_bias is None else (self.selection_bias,)
+        return (*matrices, *self.gate_bias, *self.up_bias, *self.down_bias, *selection)
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,11 @@ def _gated_linear(op: ir.GatedLinear) -> str:
 
 def _experts(op: ir.Experts) -> str:
     x, shares = _name(op.x), "normalized " if op.normalize else ""
+    bias = "" if op.selection_bias is None else ", chosen with a bias,"
+    times = "" if op.scale == 1 else f" * {op.scale:g}"
     return (
-        f"{op.top_k} of {len(op.gate)} experts by {shares}softmax({_name(op.router)}): "
+        f"{op.top_k} of {len(op.gate)} experts by {shares}{op.scoring}({_name(op.router)})"
+        f"{times}{bias}: "
         f"W3 ({op.act}(W1 {x}) * (W2 {x}))"
     )
 
