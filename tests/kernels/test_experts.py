@@ -31,6 +31,7 @@ VOCAB_SIZE = 256
 TYPES = (
     QuantType.F32, QuantType.F16, QuantType.BF16,
     QuantType.Q4_0, QuantType.Q8_0, QuantType.Q4_K, QuantType.Q6_K,
+    QuantType.IQ4_XS, QuantType.MXFP4,
 )  # fmt: skip
 
 
@@ -208,6 +209,7 @@ def test_matrices_may_be_of_different_types(
         (QuantType.Q4_K, "int16"),
         (QuantType.Q6_K, "int8"),
         (QuantType.Q8_0, "float32"),
+        (QuantType.MXFP4, "int8"),
     ],
 )
 def test_rows_do_not_depend_on_the_step(isa: str, quant_type: QuantType, precision: str) -> None:

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
 from tellin.loading.tensors import QuantType
@@ -41,7 +42,9 @@ def test_gguf_files_give_the_logits_of_transformers(
     np.testing.assert_allclose(reference_logits(path), golden[name], rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("quant_type", [QuantType.Q4_0, QuantType.Q8_0], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "quant_type", [QuantType.Q4_0, QuantType.Q8_0, QuantType.MXFP4], ids=lambda t: t.name
+)
 def test_each_expert_of_a_quantised_stack_has_its_own_blocks(
     quant_type: QuantType, tmp_path: Path
 ) -> None:
@@ -55,6 +58,17 @@ def test_each_expert_of_a_quantised_stack_has_its_own_blocks(
             tensor = source.tensors[name]
             np.testing.assert_array_equal(tensor.data, packed.reshape(-1))
             assert (tensor.shape, tensor.quant_type) == (arrays[name].shape, quant_type)
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
+    """As it is published: in 15-bit steps the native backend gives the dequantised model."""
+    path = write_tiny_gguf(tmp_path / "tiny.gguf", "gpt_oss", QuantType.MXFP4)
+    expected = reference_logits(path)
+    with open_model(path) as source:
+        plan = build_plan(source)
+        backend = NativeBackend(plan, activation_precision="int16", kv_cache_dtype="float32")
+        error = logits_of(backend, tiny_token_ids()) - expected
+    assert error.std() < 5e-4 * expected.std()
 
 
 @pytest.mark.slow
