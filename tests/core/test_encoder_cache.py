@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from tellin.config import MultiModalConfig
 from tellin.core.encoder_cache_manager import EncoderCacheManager
+from tellin.core.encoder_inputs import EncoderInputs
 from tellin.core.request import Request
+from tellin.core.step_plan import StepPlan
 from tellin.exceptions import ContextLengthError, InvalidParameterError, UnsupportedFeatureError
 from tellin.protocol import FinishReason, MultiModalFeature
 from tellin.sampling_params import SamplingParams
@@ -108,6 +110,38 @@ def test_a_second_entry_of_the_same_name_is_refused() -> None:
         manager.allocate(request("r"), "a", 1)
     with pytest.raises(ValueError, match="cannot be added"):
         manager.allocate(request("r"), "b", 5)
+
+
+# ---------------------------------------------------------------------- work of a step
+
+
+def planned(request_id: str, inputs: EncoderInputs, plan: StepPlan) -> Request:
+    """A request whose image ``x``, of 6 rows, is part of the step."""
+    params = SamplingParams(max_tokens=1)
+    ids, features = prompt_of(1, ("x", 6), 1)
+    made = Request(request_id, ids, params, None, max_model_len=64, mm_features=features)
+    assert inputs.fit(made, 0, 8, plan) == 8
+    inputs.commit(made, 0, 8, plan)
+    return made
+
+
+def test_t4_who_loses_its_share_leaves_the_image_to_another_or_to_nobody() -> None:
+    inputs = EncoderInputs(MultiModalConfig({"image": 1}, 8, 16))
+    plan = StepPlan(32, 1)
+    inputs.begin_step(plan)
+    victim, heir = (planned(name, inputs, plan) for name in ("victim", "heir"))
+    assert plan.encoder_inputs == {"victim": [0]}
+    assert plan.encoder_budget == 2
+    inputs.take_out(victim, plan)
+    inputs.cache.release_all(victim)
+    assert plan.encoder_inputs == {"heir": [0]}
+    assert plan.encoder_budget == 2
+    inputs.take_out(heir, plan)
+    inputs.cache.release_all(heir)
+    assert not plan.encoder_inputs
+    assert plan.encoder_budget == 8
+    assert "x" not in inputs.cache, "nobody will encode it"
+    inputs.cache.check(set())
 
 
 # ---------------------------------------------------------------------- requests
