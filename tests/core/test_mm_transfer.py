@@ -48,6 +48,7 @@ def test_data_is_sent_once() -> None:
     assert travel(sender, receiver, make(None, None)) == [True, True]
     assert travel(sender, receiver, make("h")) == [True]
     assert travel(sender, receiver, make("a", "b")) == [False, True], "b was unused the longest"
+    assert set(receiver._data) == set(sender._sizes) == {"a", "b"}
 
 
 def test_what_does_not_fit_is_passed_on_and_not_kept() -> None:

@@ -131,8 +131,9 @@ class LLM(PoolingCalls):
         """Complete prompts. All of them run together.
 
         Args:
-            prompts: a text, a list of token ids, a dict (``prompt`` or ``prompt_token_ids``), or a
-                list of such prompts.
+            prompts: a text, a list of token ids, a dict (``prompt`` or ``prompt_token_ids``, and
+                ``multi_modal_data`` for models that see images: `TextPrompt`), or a list of such
+                prompts.
             sampling_params: for all, or one per prompt; None = the model's own defaults.
             use_tqdm: show progress bars with tokens per second.
             lora_request: adapter for all, or one per prompt.
