@@ -10,12 +10,13 @@ import pytest
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading.tensors import QuantType, TensorRef
+from tellin.models import build_plan
 from tellin.models.plan import ir, passes
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Plan, Rows
 from tellin.models.plan.listing import format_plan, op_macs, op_weight_bytes
 from tests.models.stepping import logits_of
-from tests.models.tiny import BASE, memory_source, tiny_token_ids
+from tests.models.tiny import ALL_CASES, BASE, memory_source, tiny_arrays, tiny_token_ids
 
 WIDTH, INNER, EXPERTS = BASE.hidden_size, 48, 6
 
@@ -144,6 +145,14 @@ def test_experts_of_unlike_types_are_refused() -> None:
     x = b.embed("embed")
     with pytest.raises(ModelLoadError, match=r"experts\.2\.down_proj\.weight' is F16 and"):
         b.experts(x, b.linear(x, "mlp.gate"), "mlp", top_k=2, normalize=True)
+
+
+def test_the_biases_of_gpt_oss_must_be_there() -> None:
+    arrays = tiny_arrays("gpt_oss")
+    part = {k: v for k, v in arrays.items() if ".experts." not in k or k.endswith("weight")}
+    assert len(part) < len(arrays)
+    with pytest.raises(ModelLoadError, match=r"experts\.0\.gate_proj\.bias' is missing"):
+        build_plan(memory_source(ALL_CASES["gpt_oss"], part))
 
 
 def test_more_than_1024_experts_are_refused() -> None:

@@ -40,4 +40,5 @@ def attention(
 def mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     """Softmax over the chosen experts' logits: what normalised shares of all come to."""
     router = b.linear(x, f"{name}.gate", bias=True)
-    return b.experts(x, router, name, top_k=b.hparams.num_experts_per_tok, normalize=True)
+    top_k = b.hparams.num_experts_per_tok
+    return b.experts(x, router, name, top_k=top_k, normalize=True, needs_biases=True)

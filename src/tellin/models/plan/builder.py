@@ -176,13 +176,14 @@ class PlanBuilder:
         scoring: str = "softmax",
         selection_bias: str | None = None,
         scale: float = 1.0,
+        needs_biases: bool = False,
     ) -> Buffer:
         """Mixture of experts: the ``top_k`` experts of ``router``'s logits, by their softmax.
 
         ``router`` ``[rows, num_experts]``; expert e is the gated MLP ``{name}.experts.{e}``.
         ``normalize``: the chosen experts' shares add up to 1. Their matrices have biases if the
-        first one's has. ``scoring`` and ``scale`` are those of `ir.Experts`; ``selection_bias`` is
-        the name of a vector.
+        first one's has, or ``needs_biases``. ``scoring`` and ``scale`` are those of `ir.Experts`;
+        ``selection_bias`` is the name of a vector.
         """
         count = router.width
         bias = None if selection_bias is None else self._vector(selection_bias, count)
@@ -201,7 +202,7 @@ class PlanBuilder:
         down = self._stack(f"{name}.experts", "down_proj", count, gate[0].shape[0])
         out = self._buffer(down[0].shape[0], x.rows, f"{name}.experts")
         gate_bias, up_bias, down_bias = (
-            self._biases(f"{name}.experts", part, stack)
+            self._biases(f"{name}.experts", part, stack, needs_biases)
             for part, stack in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
         )
         if not len(gate_bias) == len(up_bias) == len(down_bias):
@@ -387,9 +388,11 @@ class PlanBuilder:
             raise self._shape_error(tensor, f"(n, {width})")
         return tensor
 
-    def _biases(self, name: str, part: str, stack: tuple[TensorRef, ...]) -> tuple[TensorRef, ...]:
-        """The bias of every expert's matrix ``part``; none if the first has none."""
-        if not self.has(f"{name}.0.{part}.bias"):
+    def _biases(
+        self, name: str, part: str, stack: tuple[TensorRef, ...], required: bool
+    ) -> tuple[TensorRef, ...]:
+        """The bias of every expert's matrix ``part``; none if the first has none and need not."""
+        if not (required or self.has(f"{name}.0.{part}.bias")):
             return ()
         return tuple(
             self._vector(f"{name}.{e}.{part}.bias", matrix.shape[0])
