@@ -45,6 +45,20 @@ CASES = [
     ),
     ('{"a": 1}', ParsedMessage('{"a": 1}')),  # what a grammar forces has no marks
     ("to be or not", ParsedMessage("to be or not")),
+    ("to=do, or not to=do", ParsedMessage("to=do, or not to=do")),
+    # A message without a text: what follows is none of its channel, nor to its recipient.
+    (
+        "<|channel|>analysis<|end|><|start|>assistant<|channel|>final<|message|>7",
+        ParsedMessage("7"),
+    ),
+    (
+        f"<|channel|>analysis to=functions.f<|start|>assistant{CALL}{{}}<|call|>",
+        ParsedMessage(calls=[("now", "{}")]),
+    ),
+    (f"{THOUGHT}<|start|>assistant", ParsedMessage("", "Hm, 1 < 2.\n")),
+    (f"{THOUGHT}<|start|>", ParsedMessage("", "Hm, 1 < 2.\n")),
+    (f"{THOUGHT}junk", ParsedMessage("", "Hm, 1 < 2.\n")),
+    (f"{CALL}{{}}<|call|>\n", ParsedMessage(calls=[("now", "{}")])),
     ("<|chan", ParsedMessage("<|chan")),
     ("<|channel|>final", ParsedMessage()),  # cut within a header
     ("<|channel|>final<|message|>a <|en", ParsedMessage("a <|en")),

@@ -40,6 +40,7 @@ class HarmonyParser:
         self._max_calls = max_calls
         self._held = ""  # not yet known to be text, or a header that has not ended
         self._delta = ParsedDelta()
+        self._has_message = False
         self._state: Callable[[], bool] = self._at_start
         self._emit: Callable[[str], None] = self._add_content
 
@@ -52,7 +53,8 @@ class HarmonyParser:
 
     def finish(self) -> ParsedDelta:
         """The text has ended: what was held back."""
-        if self._state in (self._at_start, self._in_text, self._passed):
+        is_header = self._state == self._in_header and (self._has_message or "<|" in self._held)
+        if not is_header:  # a text may only begin like one
             self._emit(self._held)
         self._held = ""
         return self._take()
@@ -74,6 +76,7 @@ class HarmonyParser:
         if not mark:
             return False
         self._held = rest
+        self._has_message = True
         self._emit = self._reader_of(header)
         self._state = self._in_text
         return True
@@ -98,7 +101,8 @@ class HarmonyParser:
         return False
 
     def _reader_of(self, header: str) -> Callable[[str], None]:
-        """Where the text after a header goes."""
+        """Where the text after a header goes; before its start may be another without a text."""
+        header = header.rpartition(START)[2]
         recipient = _RECIPIENT.search(header)
         if recipient is not None:
             name = recipient[1].removeprefix(_FUNCTIONS)
