@@ -100,6 +100,16 @@ class BoundProgram {
     program.add_token_type(x, tensor_view(type, data, rows, columns));
     arrays_.push_back(data);
   }
+  int add_row_weight(int type, int64_t rows, int64_t columns, const std::string& precision) {
+    const TensorView tensor{static_cast<QuantType>(type), nullptr, 0, rows, columns};
+    return program.add_weight(tensor, act_precision_named(precision));
+  }
+  void pack_rows(int id, int64_t begin, int type, const Bytes& data, int64_t rows, int64_t columns) {
+    const TensorView source = tensor_view(type, data, rows, columns);
+    const nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex);
+    program.pack_rows(id, begin, source);
+  }
   void pack_weight(int id, int64_t begin, int64_t end) {
     const nb::gil_scoped_release release;
     const std::lock_guard<std::mutex> lock(mutex);
@@ -271,6 +281,8 @@ void bind_runtime(nb::module_& m) {
           "width"_a, "logit_rows"_a)
       .def("add_weight", &BoundProgram::add_weight, "quant_type"_a, "data"_a, "rows"_a, "columns"_a,
            "precision"_a)
+      .def("add_row_weight", &BoundProgram::add_row_weight, "quant_type"_a, "rows"_a, "columns"_a,
+           "precision"_a)
       .def("add_vector", &BoundProgram::add_vector, "quant_type"_a, "data"_a, "rows"_a, "columns"_a,
            "offset"_a)
       .def(
@@ -388,6 +400,8 @@ void bind_runtime(nb::module_& m) {
       .def("set_adapter", &BoundProgram::set_adapter, "slot"_a, "weights"_a)
       .def("clear_adapter", &BoundProgram::clear_adapter, "slot"_a)
       .def("pack_weight", &BoundProgram::pack_weight, "weight"_a, "begin"_a, "end"_a)
+      .def("pack_rows", &BoundProgram::pack_rows, "weight"_a, "begin"_a, "quant_type"_a, "data"_a, "rows"_a,
+           "columns"_a)
       .def("init_kv_cache", &BoundProgram::init_kv_cache, "num_blocks"_a, "system_root"_a = "")
       .def("free_kv_cache", &BoundProgram::free_kv_cache)
       .def("copy_kv_block", &BoundProgram::copy_kv_block, "source"_a, "target"_a)

@@ -72,15 +72,20 @@ bool is_float(QuantType type) {
   return type == QuantType::F32 || type == QuantType::F16 || type == QuantType::BF16;
 }
 
-}  // namespace
-
-void check_tensor(const TensorView& tensor) {
+// Number of bytes that type and shape need.
+int64_t check_shape(const TensorView& tensor) {
   const BlockSize block = block_size_of(tensor.type);
   require(tensor.rows > 0 && tensor.columns > 0 && tensor.rows < (int64_t{1} << 40) / tensor.columns,
           "tensor must have between 1 and 2^40 elements");
   require(tensor.columns % block.elements == 0,
           "rows of a tensor must be whole blocks of " + std::to_string(block.elements) + " values");
-  const int64_t needed = tensor.rows * (tensor.columns / block.elements) * block.bytes;
+  return tensor.rows * (tensor.columns / block.elements) * block.bytes;
+}
+
+}  // namespace
+
+void check_tensor(const TensorView& tensor) {
+  const int64_t needed = check_shape(tensor);
   require(
       static_cast<int64_t>(tensor.num_bytes) == needed,
       "tensor has " + std::to_string(tensor.num_bytes) + " bytes, its shape needs " + std::to_string(needed));
@@ -121,7 +126,11 @@ int Program::add_buffer(int64_t width, bool logit_rows) {
 
 int Program::add_weight(const TensorView& tensor, ActPrecision precision) {
   require(!state_->finalized, "the program is final");
-  check_tensor(tensor);
+  if (tensor.data == nullptr) {
+    check_shape(tensor);
+  } else {
+    check_tensor(tensor);
+  }
   auto weight = std::make_unique<Weight>();
   weight->source = tensor;
   weight->precision = is_float(tensor.type) ? ActPrecision::kFloat32 : precision;
@@ -217,25 +226,44 @@ void Program::finalize(int output, int hidden, int64_t vocab_size) {
 }
 
 void Program::pack_weight(int id, int64_t begin, int64_t end) {
-  require(state_->finalized, "finalize() the program before packing weights");
   require(id >= 0 && id < num_weights(), "weight id " + std::to_string(id) + " is out of range");
   Weight& weight = *weights_[static_cast<size_t>(id)];
+  require(weight.source.data != nullptr || weight.packed_rows == weight.packed.n,
+          "the rows of this weight are to be given");
+  pack_rows(&weight, weight.source, 0, begin, end);
+}
+
+void Program::pack_rows(int id, int64_t begin, const TensorView& rows) {
+  require(id >= 0 && id < num_weights(), "weight id " + std::to_string(id) + " is out of range");
+  Weight& weight = *weights_[static_cast<size_t>(id)];
+  check_tensor(rows);
+  require(weight.source.data == nullptr && rows.type == weight.source.type && rows.columns == weight.packed.k,
+          "rows must be of the weight's type and width, and the weight without any of its own");
+  pack_rows(&weight, rows, begin, begin, begin + rows.rows);
+}
+
+void Program::pack_rows(Weight* target_weight, const TensorView& source, int64_t source_begin, int64_t begin,
+                        int64_t end) {
+  require(state_->finalized, "finalize() the program before packing weights");
+  Weight& weight = *target_weight;
   const PackedMatrix& packed = weight.packed;
   require(begin == weight.packed_rows && begin < end && end <= packed.n,
           "rows of a weight must be packed in order, each once");
   require(end == packed.n || end % kGroupRows == 0, "weights are packed in steps of 16 rows");
   const LinearKernels& kernels = *state_->kernels.linear;
-  uint8_t* target = arena_.data() + (packed.data - arena_.data());
-  const int64_t first = begin / kGroupRows;
-  const int64_t last = (end + kGroupRows - 1) / kGroupRows;
+  // Groups and rows are counted from the source's first row.
+  const int64_t before = source_begin / kGroupRows;
+  uint8_t* target =
+      arena_.data() + (packed.data - arena_.data()) + before * static_cast<int64_t>(packed.group_bytes);
+  const int64_t first = begin / kGroupRows - before;
+  const int64_t last = (end + kGroupRows - 1) / kGroupRows - before;
   const int64_t step = std::max<int64_t>(1, kPackBytes / static_cast<int64_t>(packed.group_bytes));
   std::atomic<bool> finite{true};
   team_.parallel_for((last - first + step - 1) / step, [&](int64_t task, int) {
     const int64_t g0 = first + task * step;
     const int64_t g1 = std::min(last, g0 + step);
-    if (!is_finite(weight.source, g0 * kGroupRows, std::min(packed.n, g1 * kGroupRows))) finite.store(false);
-    kernels.pack_groups(weight.source.type, weight.precision, weight.source.data, packed.n, packed.k, g0, g1,
-                        target);
+    if (!is_finite(source, g0 * kGroupRows, std::min(source.rows, g1 * kGroupRows))) finite.store(false);
+    kernels.pack_groups(source.type, weight.precision, source.data, source.rows, packed.k, g0, g1, target);
   });
   if (!finite.load()) throw std::domain_error("the tensor holds NaN or infinity");
   weight.packed_rows = end;

@@ -111,7 +111,8 @@ class Program {
   ~Program();
 
   int add_buffer(int64_t width, bool logit_rows);
-  // `precision` of the activations that meet a quantised weight; float weights always meet float32.
+  // `precision` of the activations that meet a quantised weight; float weights always meet float32. A tensor
+  // without data: its rows come by pack_rows().
   int add_weight(const TensorView& tensor, ActPrecision precision);
   int add_vector(const TensorView& tensor, float offset);  // float32 copy of a norm weight or bias
   int add_kv_layer(int64_t num_kv_heads, int64_t head_dim);
@@ -151,6 +152,8 @@ class Program {
   // afterwards. A weight is packed from its first row to its last, in steps of whole groups of 16 rows.
   // Throws std::domain_error if they hold NaN or infinity.
   void pack_weight(int weight, int64_t begin, int64_t end);
+  // The same with rows that lie elsewhere: `rows` become rows [begin, begin + rows.rows).
+  void pack_rows(int weight, int64_t begin, const TensorView& rows);
 
   // `system_root`: where the /proc lies that tells how busy the system is; for tests.
   void init_kv_cache(int64_t num_blocks, const std::string& system_root = "");
@@ -200,6 +203,7 @@ class Program {
 
   const Weight& checked_weight(int id, const Buffer& input) const;
   void add_table(int x, const TensorView& table, bool by_token_type);
+  void pack_rows(Weight* weight, const TensorView& source, int64_t source_begin, int64_t begin, int64_t end);
   void add_linear(Buffer& input, std::vector<LinearPart> parts);
   ExpertMatrices expert_matrices(const ExpertParts& parts, const Buffer& input, int64_t rows) const;
   void check_step(const StepInput& input) const;

@@ -23,6 +23,7 @@ class Program:
     def add_weight(
         self, quant_type: int, data: NDArray[np.uint8], rows: int, columns: int, precision: str
     ) -> int: ...
+    def add_row_weight(self, quant_type: int, rows: int, columns: int, precision: str) -> int: ...
     def add_vector(
         self, quant_type: int, data: NDArray[np.uint8], rows: int, columns: int, offset: float
     ) -> int: ...
@@ -95,6 +96,15 @@ class Program:
     def softcap(self, x: int, cap: float) -> None: ...
     def finalize(self, output: int, hidden: int, vocab_size: int) -> None: ...
     def pack_weight(self, weight: int, begin: int, end: int) -> None: ...
+    def pack_rows(
+        self,
+        weight: int,
+        begin: int,
+        quant_type: int,
+        data: NDArray[np.uint8],
+        rows: int,
+        columns: int,
+    ) -> None: ...
     def set_adapter(
         self,
         slot: int,

@@ -45,6 +45,8 @@ _ISAS = ("portable", "avx2", "avxvnni", "avx512", "neon")
 _NONE = -1
 _PACK_SLICE_BYTES = 8 << 20
 """Of a file, packed before its pages are released: what a load needs beyond the packed weights."""
+_READ_SLICE_BYTES = 1 << 20
+"""Of rows that are made of other bytes: what makes them stays in a cache."""
 
 
 def resolve_activation_precision(name: str) -> str:
@@ -303,12 +305,12 @@ def _check_choice(parameter: str, value: str, choices: tuple[str, ...]) -> None:
         )
 
 
-_Identity = tuple[int, tuple[int, ...], int]
+_Identity = tuple[int, int, tuple[int, ...], int]
 
 
 def _identity(tensor: TensorRef) -> _Identity:
-    """Equal for references to the same bytes: address, shape, type."""
-    return tensor.data.ctypes.data, tensor.shape, int(tensor.quant_type)
+    """Equal for references to the same bytes: address, first row, shape, type."""
+    return tensor.data.ctypes.data, tensor.first_row, tensor.shape, int(tensor.quant_type)
 
 
 def _sensitive_weights(plan: ir.Plan) -> frozenset[_Identity]:
@@ -369,15 +371,25 @@ class _Compiler:
     def _pack(self, weight: int, tensor: TensorRef) -> None:
         """Pack slice by slice, so that a large matrix is never in memory twice."""
         num_rows = tensor.shape[0]
-        row_bytes = tensor.data.nbytes // num_rows
-        step = max(1, _PACK_SLICE_BYTES // (16 * row_bytes)) * 16
+        row_bytes = tensor.num_bytes // num_rows
+        slice_bytes = _PACK_SLICE_BYTES if tensor.reader is None else _READ_SLICE_BYTES
+        step = max(1, slice_bytes // (16 * row_bytes)) * 16
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
             try:
-                self.program.pack_weight(weight, begin, end)
+                if tensor.reader is None:
+                    self.program.pack_weight(weight, begin, end)
+                else:
+                    rows = tensor.read_rows(begin, end)
+                    quant_type, columns = int(tensor.quant_type), tensor.shape[1]
+                    self.program.pack_rows(weight, begin, quant_type, rows, end - begin, columns)
             except ValueError as error:
                 raise _damaged(tensor) from error
-            release_pages(tensor.data[begin * row_bytes : end * row_bytes])
+            if tensor.reader is None:
+                release_pages(tensor.data[begin * row_bytes : end * row_bytes])
+        if tensor.reader is not None:
+            for view in tensor.reader.views:
+                release_pages(view)
 
     def _call(self, op: ir.Op | None, function: Callable[..., Any], *args: Any) -> Any:
         """Call the program; what it refuses is a plan that this backend cannot run."""
@@ -399,7 +411,13 @@ class _Compiler:
         key = _identity(tensor)
         if key not in self.weights:
             precision = "int16" if key in self.precise else self.precision
-            weight: int = self._call(op, self.program.add_weight, *_tensor(tensor), precision)
+            quant_type, data, rows, columns = _tensor(tensor)
+            if tensor.reader is None:
+                arguments: tuple[Any, ...] = (quant_type, data, rows, columns, precision)
+                weight = self._call(op, self.program.add_weight, *arguments)
+            else:
+                arguments = (quant_type, rows, columns, precision)
+                weight = self._call(op, self.program.add_row_weight, *arguments)
             self.weights[key] = weight
             self.packed.append((weight, tensor))
         return self.weights[key]

@@ -42,8 +42,7 @@ def dequantize(tensor: TensorRef) -> Floats:
 
 def dequantize_rows(tensor: TensorRef, start: int, stop: int) -> Floats:
     """Rows ``[start, stop)`` as float32 ``[stop - start, num_elements / num_rows]``."""
-    row_bytes = len(tensor.data) // tensor.shape[0]
-    data = tensor.data[start * row_bytes : stop * row_bytes]
+    data = tensor.read_rows(start, stop)
     return _blocks_to_float(tensor.quant_type, data).reshape(stop - start, -1)
 
 

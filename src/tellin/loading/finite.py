@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from tellin.exceptions import ModelLoadError
 from tellin.loading.tensors import QuantType, TensorRef
 
 _CHUNK_BYTES = 1 << 22
@@ -37,11 +38,24 @@ _GREATEST_EXPONENT = 252
 
 def is_finite(tensor: TensorRef) -> bool:
     """Whether all values of a tensor are finite; reads the tensor once, about as fast as memory."""
+    if tensor.reader is not None:
+        return _are_rows_finite(tensor)
     step = _CHUNK_BYTES // tensor.quant_type.block_bytes * tensor.quant_type.block_bytes
     return all(
         _is_chunk_finite(tensor.quant_type, tensor.data[start : start + step])
         for start in range(0, tensor.data.size, step)
     )
+
+
+def _are_rows_finite(tensor: TensorRef) -> bool:
+    """Of rows that a reader makes, which refuses those that are not."""
+    step = max(1, _CHUNK_BYTES // tensor.shape[1])
+    try:
+        for start in range(0, tensor.shape[0], step):
+            tensor.read_rows(start, min(start + step, tensor.shape[0]))
+    except ModelLoadError:
+        return False
+    return True
 
 
 def _is_chunk_finite(quant_type: QuantType, data: npt.NDArray[np.uint8]) -> bool:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError
@@ -266,7 +267,7 @@ def _canonical(
             for part_name, part in _split_fused(path, hparams, expert_name, matrix):
                 if part_name in named:
                     raise ModelLoadError(f"{path}: two tensors mean {part_name!r}")
-                named[part_name] = TensorRef(part_name, part.shape, part.quant_type, part.data)
+                named[part_name] = replace(part, name=part_name)
     return named
 
 
@@ -294,7 +295,7 @@ def _split_stacked(
         )
     matrices = []
     for expert in range(hparams.num_experts):
-        one = _rows(tensor, expert, 1)
+        one = tensor.row_range(expert, expert + 1)
         matrix = TensorRef(tensor.name, tensor.shape[1:], tensor.quant_type, one.data)
         matrices.append((f"{match[1]}.{expert}.{match[2]}", matrix))
     return matrices
@@ -316,7 +317,7 @@ def _split_fused(
     split = []
     start = 0
     for part, count in parts:
-        split.append((f"{part}.{kind}", _rows(tensor, start, count)))
+        split.append((f"{part}.{kind}", tensor.row_range(start, start + count)))
         start += count
     return split
 
@@ -338,9 +339,3 @@ def fused_parts(hparams: ModelHParams, layer: str) -> list[tuple[str, int]]:
     else:
         return []
     return [(f"{prefix}.{part}", count) for part, count in rows.items()]
-
-
-def _rows(tensor: TensorRef, start: int, count: int) -> TensorRef:
-    row_bytes = tensor.data.size // tensor.shape[0]
-    data = tensor.data[start * row_bytes : (start + count) * row_bytes]
-    return TensorRef(tensor.name, (count, *tensor.shape[1:]), tensor.quant_type, data)

@@ -7,8 +7,9 @@ enumeration).
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,19 +66,41 @@ BLOCK_SIZES: Mapping[QuantType, tuple[int, int]] = {
 }
 
 
+class RowReader(Protocol):
+    """Makes rows of a matrix that its file holds in another layout than blocks of a `QuantType`."""
+
+    @property
+    def format_name(self) -> str:
+        """What the file holds, for people."""
+
+    @property
+    def views(self) -> Sequence[npt.NDArray[np.uint8]]:
+        """The file's bytes that rows are made of, whose pages can be released afterwards."""
+
+    def read_rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Blocks of rows ``[start, stop)``, uint8 ``[num_bytes]``.
+
+        Raises:
+            ModelLoadError: the file holds what no weight is made of.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class TensorRef:
     """A tensor inside a memory-mapped file; compared and hashed by identity.
 
     ``shape`` is row-major, as in PyTorch: a linear layer's weight is ``(out_features,
     in_features)``. ``data`` is a read-only uint8 view ``[num_bytes]`` of the map; rows are
-    contiguous, each a whole number of blocks of ``quant_type``.
+    contiguous, each a whole number of blocks of ``quant_type``. With a ``reader``, a matrix's rows
+    are made by it, from row ``first_row`` on, and ``data`` is what the file holds of the codes.
     """
 
     name: str
     shape: tuple[int, ...]
     quant_type: QuantType
     data: npt.NDArray[np.uint8]
+    reader: RowReader | None = None
+    first_row: int = 0
 
     @property
     def num_elements(self) -> int:
@@ -85,6 +108,30 @@ class TensorRef:
         for size in self.shape:
             count *= size
         return count
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in blocks of ``quant_type``."""
+        return self.num_elements // self.quant_type.block_size * self.quant_type.block_bytes
+
+    @property
+    def format_name(self) -> str:
+        """What the file holds, for people."""
+        return self.quant_type.name if self.reader is None else self.reader.format_name
+
+    def read_rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """Blocks of rows ``[start, stop)``, uint8 ``[num_bytes]``; a view if there is no reader."""
+        if self.reader is not None:
+            return self.reader.read_rows(self.first_row + start, self.first_row + stop)
+        row_bytes = len(self.data) // self.shape[0]
+        return self.data[start * row_bytes : stop * row_bytes]
+
+    def row_range(self, start: int, stop: int) -> TensorRef:
+        """Rows ``[start, stop)`` as a tensor of their own; nothing is copied."""
+        shape = (stop - start, *self.shape[1:])
+        if self.reader is not None:
+            return replace(self, shape=shape, first_row=self.first_row + start)
+        return replace(self, shape=shape, data=self.read_rows(start, stop))
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ afterwards. It computes nothing and reads no tensor data. A plan that was record
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -78,13 +79,7 @@ class PlanBuilder:
             raise self._error(
                 f"tensor {name!r} has {tensor.shape[0]} rows; rows {start} to {stop} are needed"
             )
-        row_bytes = len(tensor.data) // tensor.shape[0]
-        return TensorRef(
-            name=f"{name}[{start}:{stop}]",
-            shape=(stop - start, *tensor.shape[1:]),
-            quant_type=tensor.quant_type,
-            data=tensor.data[start * row_bytes : stop * row_bytes],
-        )
+        return replace(tensor.row_range(start, stop), name=f"{name}[{start}:{stop}]")
 
     # ---- from token ids ----------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def plan_cost(plan: Plan) -> PlanCost:
     tensors = list(dict.fromkeys(tensor for op in plan.ops for tensor in op.weights))
     return PlanCost(
         num_parameters=sum(tensor.num_elements for tensor in tensors),
-        weight_bytes=sum(len(tensor.data) for tensor in tensors),
+        weight_bytes=sum(tensor.num_bytes for tensor in tensors),
         token_macs=sum(op_macs(op) for op in plan.ops if op.writes[0].rows is Rows.TOKENS),
         logit_macs=sum(op_macs(op) for op in plan.ops if op.writes[0].rows is Rows.LOGITS),
         token_weight_bytes=sum(op_weight_bytes(op) for op in plan.ops),
@@ -52,10 +52,10 @@ def plan_cost(plan: Plan) -> PlanCost:
 def op_weight_bytes(op: Op) -> int:
     """Weight bytes that one row needs: of an embedding a row, of experts the chosen ones."""
     if isinstance(op, ir.Embed | ir.AddPositionEmbedding | ir.AddTokenTypeEmbedding):
-        return len(op.weight.data) // op.weight.shape[0]
+        return op.weight.num_bytes // op.weight.shape[0]
     if isinstance(op, ir.Experts):
-        return op.top_k * sum(len(tensor.data) for tensor in _one_expert(op))
-    return sum(len(tensor.data) for tensor in op.weights)
+        return op.top_k * sum(tensor.num_bytes for tensor in _one_expert(op))
+    return sum(tensor.num_bytes for tensor in op.weights)
 
 
 def op_macs(op: Op) -> int:
@@ -174,7 +174,7 @@ def _name(buffer: Buffer) -> str:
 def _weight(tensor: TensorRef) -> str:
     name = re.sub(r"^layers\.\d+\.", "", tensor.name).removesuffix(".weight")
     shape = "x".join(str(size) for size in tensor.shape)
-    return f"{name}:{tensor.quant_type.name}[{shape}]"
+    return f"{name}:{tensor.format_name}[{shape}]"
 
 
 def _norm(op: ir.RmsNorm) -> str:
@@ -279,8 +279,8 @@ def _totals(plan: Plan) -> list[str]:
     cost = plan_cost(plan)
     types: dict[str, int] = {}
     for tensor in dict.fromkeys(tensor for op in plan.ops for tensor in op.weights):
-        name = tensor.quant_type.name
-        types[name] = types.get(name, 0) + len(tensor.data)
+        name = tensor.format_name
+        types[name] = types.get(name, 0) + tensor.num_bytes
     lines = [
         f"weights    {_bytes(cost.weight_bytes)}: "
         + ", ".join(f"{name} {_bytes(size)}" for name, size in sorted(types.items())),
