@@ -346,7 +346,6 @@ def test_hf_bert() -> None:
     ("keys", "error", "message"),
     [
         ({"hidden_act": "mish"}, UnsupportedModelError, "activation 'mish' is not supported"),
-        ({"quantization_config": {}}, UnsupportedModelError, "use the original weights or a GGUF"),
         ({"use_bidirectional_attention": True}, UnsupportedModelError, "both directions"),
         ({"is_causal": False}, UnsupportedModelError, "both directions"),
         ({"model_type": "roberta", "pad_token_id": -3}, ModelLoadError, "pad_token_id is -3"),

@@ -210,11 +210,6 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     architecture = _ARCHITECTURES.get(model_type)
     if architecture is None:
         raise unsupported_architecture(config.path, model_type)
-    if config.has("quantization_config"):
-        raise UnsupportedModelError(
-            f"{config.path}: the weights are quantised in a way that is not supported "
-            "('quantization_config'); use the original weights or a GGUF file"
-        )
     if model_type == "gemma3" and config.has("text_config"):
         config = config.get_mapping("text_config")
     merged = {

@@ -17,6 +17,8 @@ from tellin.loading import gguf
 from tellin.loading.finite import is_finite
 from tellin.loading.gguf_hparams import hparams_from_gguf
 from tellin.loading.hf_hparams import hparams_from_config
+from tellin.loading.hf_quant import assemble
+from tellin.loading.hf_quant_config import quant_config
 from tellin.loading.json_file import read_json_object
 from tellin.loading.model_metadata import (
     ModelMetadata,
@@ -29,7 +31,7 @@ from tellin.loading.names import (
     is_dropped_hf_name,
     is_mmproj_name,
 )
-from tellin.loading.safetensors import open_safetensors
+from tellin.loading.safetensors import RawTensor, open_safetensors
 from tellin.loading.tensors import ModelHParams, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 
@@ -210,12 +212,18 @@ def _open_gguf(path: Path) -> ModelSource:
 
 
 def _open_folder(folder: Path) -> ModelSource:
-    hparams = hparams_from_config(read_json_object(folder / "config.json"))
-    files = open_safetensors(folder, is_dropped_hf_name)
+    config = read_json_object(folder / "config.json")
+    hparams = hparams_from_config(config)
+    quantisation = quant_config(config)
+    files = open_safetensors(folder, is_dropped_hf_name, with_raw=quantisation is not None)
     try:
         tensors: dict[str, TensorRef] = {}
+        raw: dict[str, RawTensor] = {}
         for file in files:
             tensors |= file.tensors
+            raw |= file.raw
+        if quantisation is not None:
+            tensors = assemble(folder, quantisation, tensors, raw)
         if not tensors:
             raise ModelLoadError(f"{folder}: its safetensors files hold no tensors")
         canonical = canonical_from_hf(folder, hparams, tensors)

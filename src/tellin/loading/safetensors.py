@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from tellin.exceptions import ModelLoadError, ModelNotFoundError, UnsupportedModelError
 from tellin.loading.json_file import read_json_object
@@ -26,6 +29,18 @@ INDEX_NAME = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _DTYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
+RAW_DTYPES = {"F8_E4M3": 1, "I8": 1, "I32": 4, "I64": 8}
+"""Types of quantised layers' tensors, and their bytes."""
+
+
+@dataclass(frozen=True, eq=False)
+class RawTensor:
+    """A tensor of one of `RAW_DTYPES`: ``data`` is a read-only uint8 view of its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    data: npt.NDArray[np.uint8]
 
 
 class _Entry(msgspec.Struct):
@@ -40,6 +55,7 @@ class SafetensorsFile:
     Args:
         path: the file.
         is_dropped: names to leave out, before their type is looked at.
+        with_raw: take tensors of `RAW_DTYPES`, too; they are in ``raw``.
 
     Raises:
         ModelNotFoundError: there is no such file.
@@ -47,8 +63,12 @@ class SafetensorsFile:
         UnsupportedModelError: a tensor is not F32, F16 or BF16.
     """
 
-    def __init__(self, path: Path, is_dropped: Callable[[str], bool]) -> None:
+    def __init__(
+        self, path: Path, is_dropped: Callable[[str], bool], with_raw: bool = False
+    ) -> None:
         self.path = path
+        self.raw: dict[str, RawTensor] = {}
+        self._with_raw = with_raw
         self._file = MappedFile(path)
         try:
             self.tensors = self._read_tensors(is_dropped)
@@ -67,6 +87,7 @@ class SafetensorsFile:
     def close(self) -> None:
         """Let go of the file. Tensors that are still held stay valid."""
         self.tensors = {}
+        self.raw = {}
         self._file.close()
 
     def _read_tensors(self, is_dropped: Callable[[str], bool]) -> dict[str, TensorRef]:
@@ -87,20 +108,33 @@ class SafetensorsFile:
             }
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise self._error(f"has a damaged header: {error}") from None
-        return {name: self._tensor(name, entry, data_start) for name, entry in entries.items()}
+        tensors = {}
+        for name, entry in entries.items():
+            if self._with_raw and entry.dtype in RAW_DTYPES:
+                data = self._data(name, entry, RAW_DTYPES[entry.dtype], data_start)
+                self.raw[name] = RawTensor(name, tuple(entry.shape), entry.dtype, data)
+            else:
+                tensors[name] = self._tensor(name, entry, data_start)
+        return tensors
 
     def _tensor(self, name: str, entry: _Entry, data_start: int) -> TensorRef:
-        if not name:
-            raise self._error("has a tensor without a name")
         if entry.dtype not in _DTYPES:
             raise UnsupportedModelError(
                 f"{self.path}: tensor {name!r} has type {entry.dtype}, which is not supported; "
                 f"supported types: {', '.join(_DTYPES)}"
             )
         quant_type = _DTYPES[entry.dtype]
+        data = self._data(name, entry, quant_type.block_bytes, data_start)
+        return TensorRef(name, tuple(entry.shape), quant_type, data)
+
+    def _data(
+        self, name: str, entry: _Entry, element_bytes: int, data_start: int
+    ) -> npt.NDArray[np.uint8]:
+        if not name:
+            raise self._error("has a tensor without a name")
         if len(entry.shape) > 8 or any(size < 1 for size in entry.shape):
             raise self._error(f"tensor {name!r} has shape {entry.shape}")
-        num_bytes = math.prod(entry.shape) * quant_type.block_bytes
+        num_bytes = math.prod(entry.shape) * element_bytes
         start, end = entry.data_offsets
         if start < 0 or end - start != num_bytes:
             raise self._error(
@@ -112,21 +146,24 @@ class SafetensorsFile:
                 f"tensor {name!r} ends at byte {data_start + end}, "
                 f"but the file at {self._file.num_bytes} (truncated?)"
             )
-        data = self._file.view(data_start + start, num_bytes)
-        return TensorRef(name, tuple(entry.shape), quant_type, data)
+        return self._file.view(data_start + start, num_bytes)
 
     def _error(self, message: str) -> ModelLoadError:
         return ModelLoadError(f"{self.path}: {message}")
 
 
-def open_safetensors(folder: Path, is_dropped: Callable[[str], bool]) -> list[SafetensorsFile]:
+def open_safetensors(
+    folder: Path, is_dropped: Callable[[str], bool], with_raw: bool = False
+) -> list[SafetensorsFile]:
     """Open the checkpoint in a folder: ``model.safetensors``, or the shards of its index.
+
+    Args: as of `SafetensorsFile`.
 
     Raises: as `SafetensorsFile`; `ModelLoadError` also if the index and the shards disagree.
     """
     index_path = folder / INDEX_NAME
     if (folder / SINGLE_NAME).is_file():
-        return [SafetensorsFile(folder / SINGLE_NAME, is_dropped)]
+        return [SafetensorsFile(folder / SINGLE_NAME, is_dropped, with_raw)]
     if not index_path.is_file():
         raise ModelNotFoundError(f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}")
     weight_map = read_json_object(index_path).get_mapping("weight_map")
@@ -138,7 +175,7 @@ def open_safetensors(folder: Path, is_dropped: Callable[[str], bool]) -> list[Sa
                 raise ModelLoadError(f"{index_path}: {shard!r} is not a file name")
             if not (folder / shard).is_file():
                 raise ModelLoadError(f"{index_path}: names {shard}, which is missing")
-            files.append(SafetensorsFile(folder / shard, is_dropped))
+            files.append(SafetensorsFile(folder / shard, is_dropped, with_raw))
         _check_shards(index_path, shard_of, files, is_dropped)
     except BaseException:
         for file in files:
@@ -153,7 +190,7 @@ def _check_shards(
     files: list[SafetensorsFile],
     is_dropped: Callable[[str], bool],
 ) -> None:
-    held = {(name, file.path.name) for file in files for name in file.tensors}
+    held = {(name, file.path.name) for file in files for name in (*file.tensors, *file.raw)}
     listed = {(name, shard) for name, shard in shard_of.items() if not is_dropped(name)}
     for name, shard in sorted(listed - held):
         raise ModelLoadError(f"{index_path}: tensor {name!r} is not in {shard}")

@@ -1,0 +1,77 @@
+"""Quantised Hugging Face checkpoints: AWQ, GPTQ, compressed-tensors, FP8."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tellin.kernels import _C
+from tellin.kernels.native import NativeBackend
+from tellin.kernels.reference import ReferenceBackend
+from tellin.loading import open_model
+from tellin.loading.dequantize import dequantize
+from tellin.models import build_plan
+from tests.models.quantised import SCHEMES, write_checkpoint
+from tests.models.stepping import logits_of
+from tests.models.tiny import ALL_CASES, memory_source, tiny_token_ids
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_weights_are_what_the_checkpoint_means(scheme: str, tmp_path: Path) -> None:
+    """Bitwise where blocks hold codes and scales; else rounded once, to float16."""
+    meant = write_checkpoint(tmp_path, "llama", SCHEMES[scheme])
+    with open_model(tmp_path) as source:
+        assert set(source.tensors) == set(meant)
+        for name, expected in meant.items():
+            tensor = source.tensors[name]
+            assert tensor.shape == expected.shape
+            values = dequantize(tensor)
+            if tensor.reader is not None and not SCHEMES[scheme].is_exact:
+                assert tensor.quant_type.name == "F16"
+                expected = expected.astype(np.float16).astype(np.float32)
+            np.testing.assert_array_equal(values, expected, err_msg=name)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_native_logits(scheme: str, tmp_path: Path) -> None:
+    """Rows go from the file to the kernels' layout in slices; the reference runs on float32."""
+    meant = write_checkpoint(tmp_path, "llama", SCHEMES[scheme])
+    tokens = tiny_token_ids()
+    expected = logits_of(
+        ReferenceBackend(build_plan(memory_source(ALL_CASES["llama"], meant))), tokens
+    )
+    with open_model(tmp_path) as source:
+        plan = build_plan(source)
+        options = {"kv_cache_dtype": "float32", "activation_precision": "float32"}
+        logits = logits_of(NativeBackend(plan, **options), tokens)
+        tolerance = 1e-4 if SCHEMES[scheme].is_exact else 2e-2
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
+        reference = logits_of(ReferenceBackend(plan), tokens)
+        np.testing.assert_allclose(logits, reference, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq", "fp8_blocks"])
+def test_experts(scheme: str, tmp_path: Path) -> None:
+    """One layer per expert, as these checkpoints have them."""
+    meant = write_checkpoint(tmp_path, "qwen3moe", SCHEMES[scheme])
+    tokens = tiny_token_ids()
+    with open_model(tmp_path) as source:
+        assert set(source.tensors) == set(meant)
+        plan = build_plan(source)
+        logits = logits_of(
+            NativeBackend(plan, kv_cache_dtype="float32", activation_precision="float32"), tokens
+        )
+        reference = logits_of(ReferenceBackend(plan), tokens)
+    np.testing.assert_allclose(logits, reference, rtol=0, atol=1e-4)
+    expected = logits_of(
+        ReferenceBackend(build_plan(memory_source(ALL_CASES["qwen3moe"], meant))), tokens
+    )
+    np.testing.assert_allclose(reference, expected, rtol=0, atol=2e-2)
+
+
+def test_a_program_refuses_rows_that_do_not_fit() -> None:
+    program = _C.Program("", 1, 16, "float32")
+    with pytest.raises(ValueError, match="whole blocks of 32"):
+        program.add_row_weight(2, 16, 40, "int8")
