@@ -450,7 +450,7 @@ UNSUPPORTED_ENGINE_ARGS = {
     "worker_cls": "give an executor of your own as distributed_executor_backend",
     "lora_extra_vocab_size": "adapters cannot add tokens",
     "reasoning_parser": "say where thoughts begin and end with reasoning_config",
-    "quantization": "weights are used as they are stored; open an already quantised file",
+    "quantization": "leave it out: a checkpoint says itself how it is quantised",
     "cpu_offload_gb": "weights already live in main memory",
     "swap_space": "preempted requests are recomputed, not swapped",
     "hf_overrides": "edit config.json instead",

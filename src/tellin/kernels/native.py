@@ -20,7 +20,6 @@ import numpy.typing as npt
 from tellin.exceptions import (
     EngineError,
     InvalidParameterError,
-    ModelLoadError,
     OutOfMemoryError,
     UnsupportedModelError,
 )
@@ -29,6 +28,7 @@ from tellin.kernels.adapters import smallest_tensor
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.cpu import ThreadChoice, default_num_threads
 from tellin.kernels.file_pages import release_pages
+from tellin.kernels.packing import Identity, identity, pack, require_finite, tensor_arguments
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
 
@@ -43,10 +43,6 @@ _KV_DTYPES = {
 }
 _ISAS = ("portable", "avx2", "avxvnni", "avx512", "neon")
 _NONE = -1
-_PACK_SLICE_BYTES = 8 << 20
-"""Of a file, packed before its pages are released: what a load needs beyond the packed weights."""
-_READ_SLICE_BYTES = 1 << 20
-"""Of rows that are made of other bytes: what makes them stays in a cache."""
 
 
 def resolve_activation_precision(name: str) -> str:
@@ -305,15 +301,7 @@ def _check_choice(parameter: str, value: str, choices: tuple[str, ...]) -> None:
         )
 
 
-_Identity = tuple[int, int, tuple[int, ...], int]
-
-
-def _identity(tensor: TensorRef) -> _Identity:
-    """Equal for references to the same bytes: address, first row, shape, type."""
-    return tensor.data.ctypes.data, tensor.first_row, tensor.shape, int(tensor.quant_type)
-
-
-def _sensitive_weights(plan: ir.Plan) -> frozenset[_Identity]:
+def _sensitive_weights(plan: ir.Plan) -> frozenset[Identity]:
     """Weights that make attention values, and the one that makes the logits."""
     weight_of: dict[int, TensorRef] = {}  # by buffer: the layer that filled it last
     found: list[TensorRef | None] = []
@@ -328,7 +316,7 @@ def _sensitive_weights(plan: ir.Plan) -> frozenset[_Identity]:
             for buffer in op.writes:
                 weight_of.pop(buffer.id, None)
     found.append(weight_of.get(plan.output.id))
-    return frozenset(_identity(tensor) for tensor in found if tensor is not None)
+    return frozenset(identity(tensor) for tensor in found if tensor is not None)
 
 
 class _Compiler:
@@ -340,7 +328,7 @@ class _Compiler:
         self.precision = "int8" if precision == "mixed" else precision
         self.precise = _sensitive_weights(plan) if precision == "mixed" else frozenset()
         self.buffers: dict[int, int] = {}
-        self.weights: dict[_Identity, int] = {}
+        self.weights: dict[Identity, int] = {}
         self.packed: list[tuple[int, TensorRef]] = []
         self.tables: list[TensorRef] = []
         self.vectors: dict[tuple[int, float], int] = {}
@@ -362,34 +350,11 @@ class _Compiler:
         hidden = _NONE if self.plan.hidden is None else self.buffers[self.plan.hidden.id]
         self.program.finalize(self.buffers[self.plan.output.id], hidden, self.plan.vocab_size)
         for weight, tensor in self.packed:
-            self._pack(weight, tensor)
+            pack(self.program, weight, tensor)
         for table in self.tables:
-            if _identity(table) not in self.weights:  # else looked at while it was packed
-                _require_finite(table)
+            if identity(table) not in self.weights:  # else looked at while it was packed
+                require_finite(table)
                 release_pages(table.data)
-
-    def _pack(self, weight: int, tensor: TensorRef) -> None:
-        """Pack slice by slice, so that a large matrix is never in memory twice."""
-        num_rows = tensor.shape[0]
-        row_bytes = tensor.num_bytes // num_rows
-        slice_bytes = _PACK_SLICE_BYTES if tensor.reader is None else _READ_SLICE_BYTES
-        step = max(1, slice_bytes // (16 * row_bytes)) * 16
-        for begin in range(0, num_rows, step):
-            end = min(begin + step, num_rows)
-            try:
-                if tensor.reader is None:
-                    self.program.pack_weight(weight, begin, end)
-                else:
-                    rows = tensor.read_rows(begin, end)
-                    quant_type, columns = int(tensor.quant_type), tensor.shape[1]
-                    self.program.pack_rows(weight, begin, quant_type, rows, end - begin, columns)
-            except ValueError as error:
-                raise _damaged(tensor) from error
-            if tensor.reader is None:
-                release_pages(tensor.data[begin * row_bytes : end * row_bytes])
-        if tensor.reader is not None:
-            for view in tensor.reader.views:
-                release_pages(view)
 
     def _call(self, op: ir.Op | None, function: Callable[..., Any], *args: Any) -> Any:
         """Call the program; what it refuses is a plan that this backend cannot run."""
@@ -408,10 +373,10 @@ class _Compiler:
 
     def _weight(self, op: ir.Op, tensor: TensorRef) -> int:
         # Tied matrices are two references to the same bytes: packed once.
-        key = _identity(tensor)
+        key = identity(tensor)
         if key not in self.weights:
             precision = "int16" if key in self.precise else self.precision
-            quant_type, data, rows, columns = _tensor(tensor)
+            quant_type, data, rows, columns = tensor_arguments(tensor)
             if tensor.reader is None:
                 arguments: tuple[Any, ...] = (quant_type, data, rows, columns, precision)
                 weight = self._call(op, self.program.add_weight, *arguments)
@@ -427,8 +392,8 @@ class _Compiler:
             return _NONE
         key = (id(tensor), offset)
         if key not in self.vectors:
-            _require_finite(tensor)
-            vector: int = self._call(op, self.program.add_vector, *_tensor(tensor), offset)
+            require_finite(tensor)
+            vector: int = self._call(op, self.program.add_vector, *tensor_arguments(tensor), offset)
             self.vectors[key] = vector
         return self.vectors[key]
 
@@ -444,7 +409,9 @@ class _Compiler:
 
     def _embed(self, op: ir.Embed) -> None:
         self.tables.append(op.weight)
-        self._call(op, self.program.embed, *_tensor(op.weight), self._buffer(op.out), op.scale)
+        self._call(
+            op, self.program.embed, *tensor_arguments(op.weight), self._buffer(op.out), op.scale
+        )
 
     def _input(self, op: ir.Input) -> None:
         self._call(op, self.program.input, self._buffer(op.out))
@@ -561,7 +528,7 @@ class _Compiler:
 
     def _add_position(self, op: ir.AddPositionEmbedding) -> None:
         self.tables.append(op.weight)
-        self._call(op, self.program.add_position, self._buffer(op.x), *_tensor(op.weight))
+        self._call(op, self.program.add_position, self._buffer(op.x), *tensor_arguments(op.weight))
 
     def _add_token_type(self, op: ir.AddTokenTypeEmbedding) -> None:
         self.tables.append(op.weight)
@@ -600,20 +567,3 @@ _EMIT: dict[type[ir.Op], Callable[[_Compiler, Any], None]] = {
     ir.Scale: _Compiler._scale,
     ir.Softcap: _Compiler._softcap,
 }
-
-
-def _tensor(tensor: TensorRef) -> tuple[int, npt.NDArray[np.uint8], int, int]:
-    """Arguments that describe a tensor to the program: type, bytes, rows, columns."""
-    columns = tensor.shape[-1]
-    return int(tensor.quant_type), tensor.data, tensor.num_elements // columns, columns
-
-
-def _require_finite(tensor: TensorRef) -> None:
-    if not _C.is_finite(*_tensor(tensor)):
-        raise _damaged(tensor)
-
-
-def _damaged(tensor: TensorRef) -> ModelLoadError:
-    return ModelLoadError(
-        f"tensor {tensor.name!r} holds NaN or infinity; the file is damaged, or was badly converted"
-    )
