@@ -532,7 +532,8 @@ class _Compiler:
 
     def _add_token_type(self, op: ir.AddTokenTypeEmbedding) -> None:
         self.tables.append(op.weight)
-        self._call(op, self.program.add_token_type, self._buffer(op.x), *_tensor(op.weight))
+        table = tensor_arguments(op.weight)
+        self._call(op, self.program.add_token_type, self._buffer(op.x), *table)
 
     def _gather_rows(self, op: ir.GatherRows) -> None:
         self._call(op, self.program.gather_rows, self._buffer(op.x), self._buffer(op.out))
