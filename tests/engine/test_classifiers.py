@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from tellin import LLM, ClassificationRequestOutput, PoolingParams
+from tellin import LLM, ClassificationRequestOutput, EngineArgs, LLMEngine, PoolingParams
 from tellin.engine.pairs import shares_of
 from tellin.exceptions import (
     ContextLengthError,
@@ -22,7 +23,15 @@ from tellin.exceptions import (
     UnsupportedFeatureError,
     UnsupportedModelError,
 )
-from tests.models.classifiers import CASES, DECODERS, DOCUMENTS, QUERY, VOCAB, write_classifier
+from tests.models.classifiers import (
+    CASES,
+    DECODERS,
+    DOCUMENTS,
+    QUERY,
+    VOCAB,
+    weights,
+    write_classifier,
+)
 
 DATA = Path(__file__).parents[1] / "data"
 RAW = PoolingParams(use_activation=False)
@@ -236,3 +245,38 @@ def test_files_that_do_not_fit(
     write_classifier(tmp_path, "bert_classes", **config)
     with pytest.raises(error, match=words):
         LLM(tmp_path)
+
+
+# ---------------------------------------------------------------------- beside classifiers
+
+
+def test_an_xlm_roberta_embeds(golden: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """The encoder of a classifier, saved alone: its first state, under the head, is the golden
+    logit. Positions begin behind the padding id, and there is one token type."""
+    names = {"architectures": ["XLMRobertaModel"], "id2label": None, "label2id": None}
+    write_classifier(tmp_path, "xlmr", **names)
+    arrays = weights("xlmr")
+    bare = {name.removeprefix("roberta."): values for name, values in arrays.items()}
+    head = {name: bare.pop(name) for name in list(bare) if name.startswith("classifier.")}
+    bare["pooler.dense.weight"] = np.zeros((32, 32), np.float32)
+    save_file(bare, tmp_path / "model.safetensors")
+    pooler = {"pooling_type": "CLS", "use_activation": False}
+    with LLM(tmp_path, pooler_config=pooler, **EXACT) as llm:
+        assert llm.supported_tasks == ("embed", "token_embed")
+        assert llm.model_config.max_model_len == 128
+        states = np.array([o.outputs.embedding for o in llm.embed(list(DOCUMENTS))])
+    dense = np.tanh(states @ head["classifier.dense.weight"].T + head["classifier.dense.bias"])
+    logits = dense @ head["classifier.out_proj.weight"].T + head["classifier.out_proj.bias"]
+    np.testing.assert_allclose(logits, golden["xlmr_texts"], rtol=0, atol=5e-5)
+
+
+def test_a_core_in_another_process_gets_the_types(reranker: LLM, tmp_path: Path) -> None:
+    expected = scores(reranker, QUERY, DOCUMENTS[0])
+    args = EngineArgs(model=write_classifier(tmp_path, "bert"), **EXACT)
+    found = []
+    with LLMEngine.from_engine_args(args, enable_multiprocessing=True) as engine:
+        (pair,) = engine.renderer.render_pairs([(QUERY, DOCUMENTS[0])])
+        engine.add_request("0", pair, PoolingParams(task="score"))
+        while engine.has_unfinished_requests():
+            found += [output.outputs.data for output in engine.step(timeout=60)]
+    assert np.concatenate(found).tolist() == expected.tolist()
