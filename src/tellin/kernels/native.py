@@ -452,24 +452,16 @@ class _Compiler:
         self._call(op, self.program.gated_linear, self._buffer(op.x), gate, up, out, op.act)
 
     def _experts(self, op: ir.Experts) -> None:
+        x, router, out = self._buffer(op.x), self._buffer(op.router), self._buffer(op.out)
         parts = (op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)
+        matrices = [
+            ([self._weight(op, w) for w in weights], [self._vector(op, b) for b in biases])
+            for weights, biases in parts
+        ]
         self._call(
-            op,
-            self.program.experts,
-            self._buffer(op.x),
-            self._buffer(op.router),
-            *(
-                ([self._weight(op, w) for w in weights], [self._vector(op, b) for b in biases])
-                for weights, biases in parts
-            ),
-            self._buffer(op.out),
-            op.act,
-            op.top_k,
-            op.normalize,
-            op.scoring == "sigmoid",
-            self._vector(op, op.selection_bias),
-            op.scale,
-        )
+            op, self.program.experts, x, router, *matrices, out, op.act, op.top_k, op.normalize,
+            op.scoring == "sigmoid", self._vector(op, op.selection_bias), op.scale,
+        )  # fmt: skip
         last = self.program.num_stages - 1  # choosing, gate and up, down
         self.stage_parts |= {last - 2: last, last - 1: last}
 
