@@ -112,6 +112,11 @@ def test_token_types_reach_the_model(reranker: LLM, golden: dict[str, np.ndarray
     (pair,) = reranker.score(QUERY, DOCUMENTS[-1])
     (plain,) = reranker.classify({"prompt_token_ids": ids})
     assert plain.outputs.probs != [pair.outputs.score]
+    raw = {"prompt_token_ids": ids, "token_type_ids": types}
+    assert reranker.classify(raw)[0].outputs.probs == [pair.outputs.score]
+    cut = reranker.classify(raw, tokenization_kwargs={"truncate_prompt_tokens": len(ids) - 3})
+    shorter = {"prompt_token_ids": ids[:-3], "token_type_ids": types[:-3]}
+    assert cut[0].outputs.probs == reranker.classify(shorter)[0].outputs.probs
     rendered = {"type": "token", "prompt_token_ids": ids, "token_type_ids": types}
     (again,) = reranker.classify(rendered)
     assert again.outputs.probs == [pair.outputs.score]
@@ -122,9 +127,12 @@ def test_token_types_reach_the_model(reranker: LLM, golden: dict[str, np.ndarray
 
 @pytest.mark.parametrize("types", [[0, 1], [1, 0, 1], [0, 0, 2], [0, 1, True], "011"])
 def test_bad_token_types(reranker: LLM, types: Any) -> None:
-    prompt = {"type": "token", "prompt_token_ids": [5, 6, 7], "token_type_ids": types}
-    with pytest.raises(InvalidParameterError, match="token_type_ids"):
-        reranker.classify(prompt)
+    prompt = {"prompt_token_ids": [5, 6, 7], "token_type_ids": types}
+    for one in (prompt, prompt | {"type": "token"}):
+        with pytest.raises(InvalidParameterError, match="token_type_ids"):
+            reranker.classify(one)
+    with pytest.raises(InvalidParameterError, match="one for each token"):
+        reranker.classify({"prompt": "abc", "token_type_ids": [0]})
 
 
 # ---------------------------------------------------------------------- promise 1

@@ -121,6 +121,11 @@ class InputProcessor:
         token_ids = rendered["prompt_token_ids"]
         if isinstance(final_params, PoolingParams):
             note_token_types(final_params, rendered)
+        elif rendered.get("token_type_ids"):
+            raise InvalidParameterError(
+                "token_type_ids are for models that pool; leave them out",
+                parameter="token_type_ids",
+            )
         model = self.config.model_config
         check_prompt(token_ids, model.vocab_size, model.max_model_len)
         if isinstance(final_params, SamplingParams):

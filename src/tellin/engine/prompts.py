@@ -41,6 +41,8 @@ class TokensPrompt(TypedDict, total=False):
     multi_modal_data: Mapping[str, Any]
     multi_modal_uuids: Mapping[str, Any]
     cache_salt: str
+    token_type_ids: list[int]
+    """Of a pair of texts, for cross-encoders: 0 for tokens of the first, then 1."""
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
@@ -136,6 +138,7 @@ _RAW_KEYS = frozenset(
     {
         "prompt",
         "prompt_token_ids",
+        "token_type_ids",
         "cache_salt",
         "prompt_embeds",
         "multi_modal_data",
@@ -267,6 +270,7 @@ class ParsedPrompt:
     token_ids: list[int] | None
     cache_salt: str | None = None
     images: list[ImageItem] = field(default_factory=list)
+    token_type_ids: list[int] | None = None
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
@@ -316,7 +320,16 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
     _check_text(text, salt)
     _check_keys(prompt, _RAW_KEYS, "a prompt")
     images = read_items(prompt.get("multi_modal_data"), prompt.get("multi_modal_uuids"))
-    return ParsedPrompt(text, None if ids is None else check_token_ids(ids), salt, images)
+    token_ids = None if ids is None else check_token_ids(ids)
+    types = prompt.get("token_type_ids")
+    if types is not None:
+        if token_ids is None or images:
+            raise InvalidParameterError(
+                "token_type_ids go with prompt_token_ids alone: one for each token",
+                parameter="token_type_ids",
+            )
+        types = _check_token_types(types, len(token_ids))
+    return ParsedPrompt(text, token_ids, salt, images, types)
 
 
 def prompts_to_list(prompts: Any) -> list[Any]:

@@ -271,6 +271,8 @@ class Renderer:
             arrival_time=arrival_time,
             num_truncated_tokens=len(token_ids) - len(kept),
         )
+        if parsed.token_type_ids is not None:
+            result["token_type_ids"] = self._truncate(parsed.token_type_ids, limit, params, ends)
         if extras:
             result.update(extras)  # type: ignore[typeddict-item]
         return result
