@@ -14,6 +14,7 @@ from tellin.exceptions import ModelLoadError, ModelNotFoundError, UnsupportedMod
 from tellin.kernels.native import NativeBackend
 from tellin.loading import load_image_processor, open_model, open_vision
 from tellin.loading.dequantize import dequantize
+from tellin.models.vision import build_vision_plans
 from tellin.worker.image_encoder import ImageEncoder
 from tests.loading.gguf_writer import write_gguf
 from tests.loading.models import gguf_metadata, gguf_tensors
@@ -154,6 +155,24 @@ def test_one_that_does_not_run_is_left_alone(
     assert message in caplog.text
     with pytest.raises(UnsupportedModelError, match=message):
         load_image_processor(model, file)
+
+
+def test_tensors_that_do_not_fit_the_sizes(tmp_path: Path) -> None:
+    """A table for other tiles would give patches the places of others; a bias is part of it."""
+    model = write_pair(tmp_path)
+    tensors = tensors_of(tmp_path / "hf")
+    tensors["mm.model.fc.weight"] = tensors["mm.model.fc.weight"][:32].copy()
+    table = tensors["v.position_embd.weight"]
+    larger = tensors | {"v.position_embd.weight": np.concatenate([table, table[:1]])}
+    write_gguf(tmp_path / "mmproj-model.gguf", metadata(), larger)
+    with pytest.raises(ModelLoadError, match=r"\(17, 48\); expected \(16, 48\) for 4 x 4 patches"):
+        open_vision(model)
+    del tensors["v.patch_embd.bias"]
+    write_gguf(tmp_path / "mmproj-model.gguf", metadata(), tensors)
+    source = open_vision(model)
+    assert source is not None
+    with pytest.raises(ModelLoadError, match=r"patch_embed\.bias' is missing"):
+        build_vision_plans(source)
 
 
 def test_a_vocabulary_without_images(tmp_path: Path) -> None:

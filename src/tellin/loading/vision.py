@@ -117,10 +117,16 @@ class VisionSource:
         tensors["patch_embed.weight"] = TensorRef(
             patches.name, (patches.shape[0], hp.patch_dim), patches.quant_type, patches.data
         )
+        table = self._need(tensors, "embed_positions.weight")
+        if table.shape[:-1] != (hp.tower.max_position_embeddings,):
+            raise ModelLoadError(
+                f"{self.path}: tensor {table.name!r} has shape {table.shape}; expected "
+                f"({hp.tower.max_position_embeddings}, {hp.tower.hidden_size}) for "
+                f"{hp.table_side} x {hp.table_side} patches"
+            )
         if hp.has_class_row:
             class_row = self._need(tensors, "class_embedding")
             del tensors["class_embedding"]
-            table = self._need(tensors, "embed_positions.weight")
             if table.shape[-1] != class_row.num_elements:
                 raise ModelLoadError(
                     f"{self.path}: tensor {class_row.name!r} has shape {class_row.shape}; "

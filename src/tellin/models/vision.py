@@ -38,7 +38,8 @@ def build_vision_plans(source: VisionSource, *, fuse: bool = True) -> tuple[Plan
 
 def _record_tower(b: PlanBuilder, patch_dim: int) -> Plan:
     is_clip = b.hparams.architecture == "clip"
-    x = b.add_position_embedding(b.linear(b.input(patch_dim), "patch_embed"), "embed_positions")
+    patches = b.linear(b.input(patch_dim), "patch_embed", bias=not is_clip)
+    x = b.add_position_embedding(patches, "embed_positions")
     if is_clip:
         x = b.layer_norm(x, "pre_layernorm")
     for i in range(b.hparams.num_hidden_layers):
