@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tellin.kernels import _C
+from tellin.exceptions import ModelLoadError
+from tellin.kernels import _C, packing
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
@@ -69,6 +71,33 @@ def test_experts(scheme: str, tmp_path: Path) -> None:
         ReferenceBackend(build_plan(memory_source(ALL_CASES["qwen3moe"], meant))), tokens
     )
     np.testing.assert_allclose(reference, expected, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_rows_are_made_ahead_in_small_slices(
+    num_threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bitwise what one slice gives, whatever thread is ready first."""
+    write_checkpoint(tmp_path, "llama", SCHEMES["awq"])
+    tokens = tiny_token_ids()
+    with open_model(tmp_path) as source:
+        expected = logits_of(NativeBackend(build_plan(source)), tokens)
+        monkeypatch.setattr(packing, "_READ_SLICE_BYTES", 1)
+        backend = NativeBackend(build_plan(source), num_threads=num_threads)
+        np.testing.assert_array_equal(logits_of(backend, tokens), expected)
+
+
+def test_a_scale_that_is_not_finite_stops_the_load(tmp_path: Path) -> None:
+    def write(matrix: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        tensors, values = SCHEMES["awq"].write(matrix)
+        tensors["scales"][0, 5] = np.inf
+        return tensors, values
+
+    write_checkpoint(tmp_path, "llama", replace(SCHEMES["awq"], write=write))
+    with open_model(tmp_path) as source:
+        plan = build_plan(source)
+        with pytest.raises(ModelLoadError, match=r"_proj.qweight'.*NaN, infinite or beyond"):
+            NativeBackend(plan)
 
 
 def test_a_program_refuses_rows_that_do_not_fit() -> None:

@@ -6,7 +6,10 @@ Knows tensors and the program's calls for them; what a plan makes of them is the
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +17,7 @@ import numpy.typing as npt
 from tellin.exceptions import ModelLoadError
 from tellin.kernels import _C
 from tellin.kernels.file_pages import release_pages
-from tellin.loading.tensors import TensorRef
+from tellin.loading.tensors import RowReader, TensorRef
 
 _PACK_SLICE_BYTES = 8 << 20
 """Of a file, packed before its pages are released: what a load needs beyond the packed weights."""
@@ -31,22 +34,42 @@ def identity(tensor: TensorRef) -> Identity:
 
 def pack(program: _C.Program, weight: int, tensor: TensorRef) -> None:
     """Pack slice by slice, so that a large matrix is never in memory twice."""
+    if tensor.reader is not None:
+        return _pack_made_rows(program, weight, tensor, tensor.reader)
     num_rows = tensor.shape[0]
     row_bytes = tensor.num_bytes // num_rows
-    slice_bytes = _PACK_SLICE_BYTES if tensor.reader is None else _READ_SLICE_BYTES
-    step = max(1, slice_bytes // (16 * row_bytes)) * 16
+    step = max(1, _PACK_SLICE_BYTES // (16 * row_bytes)) * 16
     for begin in range(0, num_rows, step):
         end = min(begin + step, num_rows)
-        if tensor.reader is None:
-            _packed(tensor, program.pack_weight, weight, begin, end)
-            release_pages(tensor.data[begin * row_bytes : end * row_bytes])
-        else:
-            rows = tensor.read_rows(begin, end)
-            described = int(tensor.quant_type), rows, end - begin, tensor.shape[1]
+        _packed(tensor, program.pack_weight, weight, begin, end)
+        release_pages(tensor.data[begin * row_bytes : end * row_bytes])
+
+
+def _pack_made_rows(program: _C.Program, weight: int, tensor: TensorRef, reader: RowReader) -> None:
+    """Pack rows that a reader makes, in the order of the rows: by several threads ahead of use."""
+    row_bytes = tensor.num_bytes // tensor.shape[0]
+    step = max(1, _READ_SLICE_BYTES // (16 * row_bytes)) * 16
+    num_threads = program.thread_team.num_threads
+    begins = iter(range(0, tensor.shape[0], step))
+    made: deque[tuple[int, Future[npt.NDArray[np.uint8]]]] = deque()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="tellin-rows") as pool:
+
+        def make_next() -> None:
+            for begin in itertools.islice(begins, 1):
+                end = min(begin + step, tensor.shape[0])
+                made.append((begin, pool.submit(tensor.read_rows, begin, end)))
+
+        for _ in range(num_threads + 1):
+            make_next()
+        while made:
+            begin, future = made.popleft()
+            rows = future.result()
+            make_next()
+            count = len(rows) // row_bytes
+            described = int(tensor.quant_type), rows, count, tensor.shape[1]
             _packed(tensor, program.pack_rows, weight, begin, *described)
-    if tensor.reader is not None:
-        for view in tensor.reader.views:
-            release_pages(view)
+    for view in reader.views:
+        release_pages(view)
 
 
 def _packed(tensor: TensorRef, call: Callable[..., None], *arguments: object) -> None:

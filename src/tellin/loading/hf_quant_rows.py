@@ -39,8 +39,8 @@ class IntegerMatrix(Protocol):
     @property
     def views(self) -> Sequence[Bytes]: ...
 
-    def read(self, start: int, stop: int) -> Integers:
-        """Rows ``[start, stop)``."""
+    def read(self, start: int, stop: int) -> npt.NDArray[Any]:
+        """Rows ``[start, stop)``, uint8 or int8."""
         ...
 
 
@@ -66,7 +66,7 @@ class PackedIntegers:
     def views(self) -> Sequence[Bytes]:
         return [_bytes_of(self.words)]
 
-    def read(self, start: int, stop: int) -> Integers:
+    def read(self, start: int, stop: int) -> Bytes:
         per_word = 32 // self.bits
         order = self.order or tuple(range(per_word))
         mask = np.uint32((1 << self.bits) - 1)
@@ -74,7 +74,7 @@ class PackedIntegers:
         last = -(-stop // per_word) if self.along_rows else stop
         words = np.ascontiguousarray(self.words[first:last])
         shape = (len(words), per_word, words.shape[1])
-        out = np.empty(shape if self.along_rows else (shape[0], shape[2], per_word), np.int16)
+        out = np.empty(shape if self.along_rows else (shape[0], shape[2], per_word), np.uint8)
         for place, neighbour in enumerate(order):
             values = (words >> np.uint32(place * self.bits)) & mask
             if self.along_rows:
@@ -97,8 +97,8 @@ class SignedBytes:
     def views(self) -> Sequence[Bytes]:
         return [_bytes_of(self.values)]
 
-    def read(self, start: int, stop: int) -> Integers:
-        return self.values[start:stop].astype(np.int16)
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int8]:
+        return self.values[start:stop]
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,25 +155,37 @@ class IntegerRows:
         if isinstance(self.zeros, int):
             zeros = np.full((stop - start, self.num_groups), self.zeros, np.int16)
         else:
-            zeros = self.zeros.read(start, stop)
-        zeros = zeros + np.int16(self.zero_offset)
+            zeros = self.zeros.read(start, stop) + np.int16(self.zero_offset)
         if self.group_of is not None:
             values = (codes - zeros[:, self.group_of]).astype(np.float32)
             return _as_float16(values * scales[:, self.group_of], self.name)
         grouped = codes.reshape(stop - start, self.num_groups, -1)
-        grouped -= zeros[:, :, None]
         if self.quant_type is QuantType.F16:
-            return _as_float16(grouped.astype(np.float32) * scales[:, :, None], self.name)
-        least, greatest = SIGNED_RANGES[self.quant_type]
-        if grouped.size and (grouped.min() < least or grouped.max() > greatest):
-            raise ModelLoadError(
-                f"tensor {self.name!r}: codes less their zero points reach from {grouped.min()} to "
-                f"{grouped.max()}; [{least}, {greatest}] is what the checkpoint's configuration "
-                "leads to"
-            )
+            values = (grouped - zeros[:, :, None]).astype(np.float32)
+            return _as_float16(values * scales[:, :, None], self.name)
         halves = _as_float16(scales, self.name).view(np.uint16).reshape(scales.shape)
         repeated = np.repeat(halves, self.columns // BLOCK // self.num_groups, axis=1)
-        return _ENCODERS[self.quant_type](grouped.reshape(-1, BLOCK), repeated.reshape(-1, 1))
+        blocks = self._block_codes(grouped, zeros).reshape(-1, BLOCK)
+        return _ENCODERS[self.quant_type](blocks, repeated.reshape(-1, 1))
+
+    def _block_codes(self, codes: npt.NDArray[Any], zeros: Integers) -> Bytes:
+        """Codes less zero points ``[rows, groups, columns]``, plus the zero point of a block."""
+        least, greatest = SIGNED_RANGES[self.quant_type]
+        shift = (-least - zeros)[:, :, None]
+        if codes.dtype == np.int8 or self.quant_type is QuantType.Q8_0:
+            shifted = codes + shift
+            is_bad = shifted.min() < 0 or shifted.max() > greatest - least
+        else:  # in bytes, which is faster: 4 bits more or less than 16 do not come round
+            shifted = codes + shift.astype(np.uint8)
+            is_bad = shifted.max() > greatest - least
+        if is_bad:
+            signed = codes.astype(np.int16) - zeros[:, :, None]
+            raise ModelLoadError(
+                f"tensor {self.name!r}: codes less their zero points reach from {signed.min()} to "
+                f"{signed.max()}; [{least}, {greatest}] is what the checkpoint's configuration "
+                "leads to"
+            )
+        return shifted.astype(np.uint8, copy=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,7 +252,7 @@ def _bytes_of(array: npt.NDArray[np.generic]) -> Bytes:
     return plain.reshape(-1).view(np.uint8)
 
 
-# ---- blocks: codes less zeros, int16 [blocks, 32], and scales, uint16 [blocks, 1] ----------------
+# ---- blocks: codes from zero on, uint8 [blocks, 32], and scales, uint16 [blocks, 1] --------------
 
 
 def _nibbles(codes: Bytes) -> Bytes:
@@ -252,18 +264,17 @@ def _block_bytes(scales: npt.NDArray[np.uint16], *parts: Bytes) -> Bytes:
     return np.concatenate([scales.view(np.uint8), *parts], axis=1).reshape(-1)
 
 
-def _q4_0(signed: Integers, scales: npt.NDArray[np.uint16]) -> Bytes:
-    return _block_bytes(scales, _nibbles((signed + np.int16(8)).astype(np.uint8)))
+def _q4_0(codes: Bytes, scales: npt.NDArray[np.uint16]) -> Bytes:
+    return _block_bytes(scales, _nibbles(codes))
 
 
-def _q5_0(signed: Integers, scales: npt.NDArray[np.uint16]) -> Bytes:
-    codes = (signed + np.int16(16)).astype(np.uint8)
+def _q5_0(codes: Bytes, scales: npt.NDArray[np.uint16]) -> Bytes:
     fifth = np.packbits(codes >> np.uint8(4), axis=1, bitorder="little")
     return _block_bytes(scales, fifth, _nibbles(codes & np.uint8(15)))
 
 
-def _q8_0(signed: Integers, scales: npt.NDArray[np.uint16]) -> Bytes:
-    return _block_bytes(scales, signed.astype(np.int8).view(np.uint8))
+def _q8_0(codes: Bytes, scales: npt.NDArray[np.uint16]) -> Bytes:
+    return _block_bytes(scales, codes ^ np.uint8(128))
 
 
 _ENCODERS = {QuantType.Q4_0: _q4_0, QuantType.Q5_0: _q5_0, QuantType.Q8_0: _q8_0}
