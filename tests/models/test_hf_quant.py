@@ -15,9 +15,9 @@ from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
 from tellin.loading.dequantize import dequantize
 from tellin.models import build_plan
-from tests.models.quantised import SCHEMES, write_checkpoint
+from tests.models.quantised import SCHEMES, write_checkpoint, write_folder
 from tests.models.stepping import logits_of
-from tests.models.tiny import ALL_CASES, memory_source, tiny_token_ids
+from tests.models.tiny import ALL_CASES, memory_source, tiny_arrays, tiny_token_ids
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -71,6 +71,36 @@ def test_experts(scheme: str, tmp_path: Path) -> None:
         ReferenceBackend(build_plan(memory_source(ALL_CASES["qwen3moe"], meant))), tokens
     )
     np.testing.assert_allclose(reference, expected, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "gptq", "int4_asymmetric", "fp8_blocks"])
+def test_fused_layers_are_parted_into_rows(scheme: str, tmp_path: Path) -> None:
+    """Phi-3 stores q, k and v in one layer, gate and up in another."""
+    hp, arrays = ALL_CASES["phi3"], tiny_arrays("phi3")
+    meant = dict(arrays)
+    tensors: dict[str, np.ndarray] = {}
+    for i in range(hp.num_hidden_layers):
+        for fused, names in (("self_attn.qkv", "qkv"), ("mlp.gate_up", ("gate", "up"))):
+            block = f"layers.{i}.{fused.split('.')[0]}"
+            parts = [f"{block}.{name}_proj.weight" for name in names]
+            matrix = np.concatenate([arrays.pop(part) for part in parts])
+            stored, values = SCHEMES[scheme].write(matrix)
+            layer = f"model.layers.{i}.{fused}_proj"
+            tensors |= {f"{layer}.{kind}": array for kind, array in stored.items()}
+            ends = np.cumsum([len(meant[part]) for part in parts])[:-1]
+            meant |= dict(zip(parts, np.split(values, ends), strict=True))
+    for key, values in arrays.items():
+        tensors[key if key.startswith("lm_head") else f"model.{key}"] = values
+    config = SCHEMES[scheme].config
+    write_folder(tmp_path, "phi3", tensors, config, sliding_window=hp.sliding_window)
+    tokens = tiny_token_ids()
+    expected = logits_of(ReferenceBackend(build_plan(memory_source(hp, meant))), tokens)
+    with open_model(tmp_path) as source:
+        backend = NativeBackend(
+            build_plan(source), kv_cache_dtype="float32", activation_precision="float32"
+        )
+        tolerance = 1e-4 if SCHEMES[scheme].is_exact else 2e-2
+        np.testing.assert_allclose(logits_of(backend, tokens), expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
