@@ -119,6 +119,7 @@ def words(*shape: int) -> np.ndarray:
         ("awq", {"qweight": words(64)}, ModelLoadError, r"shape \(64,\), not a matrix's"),
         ("awq", {"scales": np.ones((2, 63), np.float16)}, ModelLoadError, r"\(2, 63\), expected"),
         ("awq", {"qzeros": np.zeros((2, 8), np.int8)}, ModelLoadError, "type I8, expected I32"),
+        ("awq_no_zeros", {"qzeros": words(2, 8)}, ModelLoadError, "qzeros.*than 8.*zero_point"),
         ("awq", {"other": words(2, 2)}, UnsupportedModelError, "type I32.*quantised by awq"),
         ("awq", {"weight": np.ones((64, 64), np.float16)}, ModelLoadError, "two tensors mean"),
         ("gptq", {"qweight": words(7, 64)}, UnsupportedModelError, "groups of 32 inputs of 56"),
@@ -174,6 +175,28 @@ def test_scales_that_are_not_finite(value: float, tmp_path: Path) -> None:
             dequantize(tensor)
         with pytest.raises(ModelLoadError, match="holds NaN or infinity"):
             source.check_weights()
+
+
+def test_zero_points_of_eight_are_those_of_a_symmetric_awq(tmp_path: Path) -> None:
+    eights = np.full((2, 8), 0x88888888, np.uint32)
+    folders = [tmp_path / name for name in ("with", "without")]
+    for folder, changes in zip(folders, ({"qzeros": eights}, {}), strict=True):
+        folder.mkdir()
+        damaged(folder, "awq_no_zeros", **changes)
+    values = []
+    for folder in folders:
+        with open_model(folder) as source:
+            values.append(dequantize(source.tensors["layers.0.self_attn.q_proj.weight"]))
+    np.testing.assert_array_equal(*values)
+
+
+def test_scales_of_float8_that_are_not_finite(tmp_path: Path) -> None:
+    scales = np.full(1, 3e38, np.float32)
+    with (
+        open_model(damaged(tmp_path, "fp8", weight_scale=scales)) as source,
+        pytest.raises(ModelLoadError, match="beyond float16"),
+    ):
+        dequantize(source.tensors["layers.0.self_attn.q_proj.weight"])
 
 
 def test_every_e4m3_code() -> None:

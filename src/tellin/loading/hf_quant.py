@@ -54,6 +54,8 @@ _DROPPED = re.compile(
 )
 _FLOATS = (QuantType.F16, QuantType.BF16, QuantType.F32)
 _FLOAT8 = "F8_E4M3"
+_EIGHTS = 0x88888888
+"""A word of eight zero points in the middle of 4 bits."""
 
 
 def assemble(
@@ -135,8 +137,11 @@ class _Assembler:
         zeros: IntegerMatrix | int = 8
         if not self.config.is_symmetric:
             zeros = self._zero_words(f"{layer}.qzeros", (num_groups, rows // 8), 4, AWQ_ORDER)
-        else:
-            self.raw.pop(f"{layer}.qzeros", None)
+        elif f"{layer}.qzeros" in self.raw and (self._words(f"{layer}.qzeros") != _EIGHTS).any():
+            raise self._error(
+                f"tensor '{layer}.qzeros' has zero points other than 8, but the configuration says "
+                "zero_point false"
+            )
         codes = PackedIntegers(words.T, 4, True, columns, AWQ_ORDER)
         quant_type = QuantType.Q4_0 if self.config.is_symmetric else QuantType.Q5_0
         reader = IntegerRows(

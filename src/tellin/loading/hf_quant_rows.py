@@ -214,7 +214,8 @@ class Float8Rows:
         rows = np.arange(start, stop) // self.block[0]
         columns = np.arange(self.values.shape[1]) // self.block[1]
         values = E4M3_VALUES[self.values[start:stop]]
-        values *= self.scales[rows][:, columns]
+        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused below
+            values *= self.scales[rows][:, columns]
         return _as_float16(values, self.name)
 
 
