@@ -27,6 +27,17 @@ void dequantize_blocks(const uint8_t* src, int64_t k, float* out) {
   }
 }
 
+void dequantize_e4m3(const uint8_t* src, int64_t k, float* out) {
+  constexpr BlockShape kShape = block_shape(QuantType::E4M3);
+  for (int64_t i = 0; i < k; i += kShape.elements, src += kShape.bytes) {
+    float scale;
+    std::memcpy(&scale, src, sizeof scale);
+    for (int e = 0; e < kShape.elements; ++e) {
+      out[i + e] = half_to_float(e4m3_half(src[4 + e])) * (scale * kE4m3ScaleFactor);
+    }
+  }
+}
+
 }  // namespace
 
 void dequantize_row(QuantType type, const uint8_t* src, int64_t row, int64_t k, float* out) {
@@ -66,6 +77,8 @@ void dequantize_row(QuantType type, const uint8_t* src, int64_t row, int64_t k, 
       return dequantize_blocks<QuantType::IQ4_NL>(p, k, out);
     case QuantType::IQ4_XS:
       return dequantize_blocks<QuantType::IQ4_XS>(p, k, out);
+    case QuantType::E4M3:
+      return dequantize_e4m3(p, k, out);
     case QuantType::MXFP4:
       return dequantize_blocks<QuantType::MXFP4>(p, k, out);
   }

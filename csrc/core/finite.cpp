@@ -36,6 +36,17 @@ bool are_exponents_finite(const uint8_t* data, int64_t num_blocks, int step) {
   return !bad;
 }
 
+// E4M3: the scale is finite, and no byte NaN (there is no infinity).
+bool are_e4m3_finite(const uint8_t* data, int64_t num_blocks) {
+  constexpr BlockShape kShape = block_shape(QuantType::E4M3);
+  bool bad = false;
+  for (int64_t b = 0; b < num_blocks; ++b, data += kShape.bytes) {
+    bad |= (load_u16(data + 2) & kBfloatExponent) == kBfloatExponent;
+    for (int i = 4; i < kShape.bytes; ++i) bad |= (data[i] & 0x7f) == 0x7f;
+  }
+  return !bad;
+}
+
 }  // namespace
 
 bool is_finite(const TensorView& tensor, int64_t begin, int64_t end) {
@@ -73,6 +84,8 @@ bool is_finite(const TensorView& tensor, int64_t begin, int64_t end) {
       return are_blocks_finite<QuantType::IQ4_NL>(data, count, 0);
     case QuantType::IQ4_XS:
       return are_blocks_finite<QuantType::IQ4_XS>(data, count, 0);
+    case QuantType::E4M3:
+      return are_e4m3_finite(data, count / shape.elements);
     case QuantType::MXFP4:
       return are_exponents_finite(data, count / shape.elements, shape.bytes);
   }

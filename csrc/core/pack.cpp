@@ -266,6 +266,21 @@ void pack_float_group(const uint8_t* src, int64_t rows, int64_t k, uint8_t* dst)
   }
 }
 
+void pack_e4m3_group(const uint8_t* src, int64_t rows, int64_t k, uint8_t* dst) {
+  constexpr BlockShape kShape = block_shape(QuantType::E4M3);
+  std::memset(dst, 0, packed_group_size(QuantType::E4M3, k));
+  uint8_t* const codes = dst + e4m3_codes_offset(k);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t b = 0; b < k / kE4m3K; ++b, src += kShape.bytes) {
+      float scale;
+      std::memcpy(&scale, src, sizeof scale);
+      scale *= kE4m3ScaleFactor;
+      std::memcpy(dst + (b * kRows + r) * static_cast<int64_t>(sizeof scale), &scale, sizeof scale);
+      for (int i = 0; i < kE4m3K; ++i) codes[(b * kE4m3K + i) * kRows + r] = src[4 + i];
+    }
+  }
+}
+
 void pack_group(QuantType type, const uint8_t* src, int64_t rows, int64_t k, uint8_t* dst) {
   switch (type) {
     case QuantType::F32:
@@ -298,6 +313,8 @@ void pack_group(QuantType type, const uint8_t* src, int64_t rows, int64_t k, uin
       return pack_quantized_group<QuantType::IQ4_NL>(src, rows, k, dst);
     case QuantType::IQ4_XS:
       return pack_quantized_group<QuantType::IQ4_XS>(src, rows, k, dst);
+    case QuantType::E4M3:
+      return pack_e4m3_group(src, rows, k, dst);
     case QuantType::MXFP4:
       return pack_quantized_group<QuantType::MXFP4>(src, rows, k, dst);
   }

@@ -64,12 +64,15 @@ BlockSize block_size_of(QuantType type) {
       return {256, 136};
     case QuantType::MXFP4:
       return {32, 17};
+    case QuantType::E4M3:
+      return {128, 132};
   }
   throw std::invalid_argument("unknown tensor type " + std::to_string(static_cast<int>(type)));
 }
 
 bool is_float(QuantType type) {
-  return type == QuantType::F32 || type == QuantType::F16 || type == QuantType::BF16;
+  return type == QuantType::F32 || type == QuantType::F16 || type == QuantType::BF16 ||
+         type == QuantType::E4M3;
 }
 
 // Number of bytes that type and shape need.

@@ -86,6 +86,8 @@ constexpr BlockShape block_shape(QuantType type) {
       return {256, 136, 32};
     case QuantType::MXFP4:
       return {32, 17, 32};
+    case QuantType::E4M3:
+      return {128, 132, 128};
   }
   return {0, 0, 0};
 }
@@ -116,6 +118,11 @@ inline uint8_t iq4_xs_scale(const uint8_t* block, int b) {
 // 2^(e - 128), exactly.
 inline float half_power_of_two(uint8_t e) {
   return bits_to_float(e < 2 ? 0x00200000u << e : static_cast<uint32_t>(e - 1) << 23);
+}
+
+// The half that is 2^-8 times an E4M3 value.
+inline uint16_t e4m3_half(uint8_t code) {
+  return static_cast<uint16_t>((code & 0x80) << 8 | (code & 0x7f) << 7);
 }
 
 // Unsigned codes of one file block, in element order (Q8_0 and IQ4: value + 128; MXFP4: twice the value, +

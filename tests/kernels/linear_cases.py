@@ -19,7 +19,8 @@ Floats = npt.NDArray[np.float32]
 Doubles = npt.NDArray[np.float64]
 
 FLOAT_TYPES = (QuantType.F32, QuantType.F16, QuantType.BF16)
-BLOCK_TYPES = tuple(t for t in QuantType if t not in FLOAT_TYPES)
+GGUF_TYPES = tuple(t for t in QuantType if t is not QuantType.E4M3)
+BLOCK_TYPES = tuple(t for t in QuantType if t not in (*FLOAT_TYPES, QuantType.E4M3))
 
 # Byte offsets of the float16 scales inside a block.
 SCALE_OFFSETS = {
@@ -68,6 +69,26 @@ def _float_tensor(quant_type: QuantType, rng: np.random.Generator, n: int, k: in
     return FileTensor(quant_type, values.view(np.uint8).reshape(-1), values)
 
 
+def _e4m3_tensor(rng: np.random.Generator, n: int, k: int) -> FileTensor:
+    codes = rng.integers(0, 127, (n, k // 128, 128), dtype=np.uint8)
+    codes |= rng.integers(0, 2, codes.shape, dtype=np.uint8) << np.uint8(7)
+    scales = rng.uniform(1e-4, 1e-2, (n, k // 128, 1)).astype(np.float32)
+    data = np.concatenate([scales.view(np.uint8), codes], axis=2).reshape(-1)
+    values = np.array([e4m3(code) for code in range(256)], np.float32)[codes] * scales
+    return FileTensor(QuantType.E4M3, data, values.reshape(n, k))
+
+
+def e4m3(code: int) -> float:
+    """The value of one float8 E4M3."""
+    sign = -1.0 if code & 128 else 1.0
+    exponent, mantissa = code >> 3 & 15, code & 7
+    if code & 127 == 127:
+        return float("nan")
+    if exponent == 0:
+        return sign * mantissa * 2.0**-9
+    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
+
+
 def dequantize(quant_type: QuantType, data: Bytes, n: int, k: int) -> Floats:
     """The `gguf` package's float32 values of ``data``."""
     values = gguf.quants.dequantize(data.reshape(n, -1), gguf.GGMLQuantizationType(quant_type))
@@ -96,6 +117,8 @@ def set_scales(quant_type: QuantType, blocks: Bytes, scale: float) -> None:
 def random_tensor(quant_type: QuantType, n: int, k: int, seed: int = 0) -> FileTensor:
     """A random ``[n, k]`` tensor; equal arguments give equal tensors."""
     rng = np.random.default_rng((seed, int(quant_type), n, k))
+    if quant_type is QuantType.E4M3:
+        return _e4m3_tensor(rng, n, k)
     if quant_type in FLOAT_TYPES:
         return _float_tensor(quant_type, rng, n, k)
     block_size = BLOCK_SIZES[quant_type][0]

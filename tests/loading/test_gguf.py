@@ -15,6 +15,7 @@ import pytest
 from tellin.exceptions import LoadError, ModelLoadError, ModelNotFoundError, UnsupportedModelError
 from tellin.loading.gguf import GGUFFile, StringArray, open_gguf
 from tellin.loading.tensors import BLOCK_SIZES, QuantType
+from tests.kernels.linear_cases import GGUF_TYPES
 from tests.loading.gguf_writer import RawTensor, Typed, gguf_bytes, string_bytes, write_gguf
 
 METADATA = {
@@ -138,7 +139,7 @@ def test_version_2_and_other_alignment(tmp_path: Path) -> None:
     assert file.tensors["w"].data.view(np.float32).tolist() == [1.0] * 6
 
 
-@pytest.mark.parametrize("quant_type", list(QuantType))
+@pytest.mark.parametrize("quant_type", GGUF_TYPES)
 def test_block_sizes_equal_the_specification(quant_type: QuantType) -> None:
     oracle = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(quant_type.value)]
     assert BLOCK_SIZES[quant_type] == oracle
@@ -152,7 +153,7 @@ def test_equal_to_the_reference_reader(tmp_path: Path) -> None:
     writer.add_array("scores", [0.5, 1.5])
     writer.add_uint64("big", 1 << 40)
     generator = np.random.default_rng(0)
-    for quant_type in QuantType:
+    for quant_type in GGUF_TYPES:
         block, num_bytes = BLOCK_SIZES[quant_type]
         raw = generator.integers(0, 256, (3, 2 * num_bytes), dtype=np.uint8)
         reference_type = gguf.GGMLQuantizationType(quant_type.value)

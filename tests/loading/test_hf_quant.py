@@ -10,12 +10,12 @@ import pytest
 
 from tellin.exceptions import ModelLoadError, TellinError, UnsupportedModelError
 from tellin.loading import open_model
-from tellin.loading.dequantize import dequantize
+from tellin.loading.dequantize import E4M3_VALUES, dequantize
 from tellin.loading.finite import is_finite
 from tellin.loading.hf_quant_config import QuantConfig, quant_config
-from tellin.loading.hf_quant_rows import E4M3_VALUES
 from tellin.loading.typed_mapping import TypedMapping
-from tests.models.quantised import SCHEMES, Arrays, Scheme, e4m3, write_checkpoint
+from tests.kernels.linear_cases import e4m3
+from tests.models.quantised import SCHEMES, Arrays, Scheme, write_checkpoint
 
 LAYER = "model.layers.0.self_attn.q_proj"
 

@@ -18,6 +18,7 @@ from tellin.exceptions import LoadError, ModelLoadError, ModelNotFoundError
 from tellin.loading import open_metadata, open_model
 from tellin.loading.finite import is_finite
 from tellin.loading.tensors import QuantType, TensorRef
+from tests.kernels.linear_cases import GGUF_TYPES
 from tests.loading.gguf_writer import write_gguf
 from tests.loading.models import (
     LAYERS,
@@ -265,7 +266,7 @@ def test_importing_costs_nothing() -> None:
 # ---- weights -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("quant_type", list(QuantType))
+@pytest.mark.parametrize("quant_type", GGUF_TYPES)
 def test_finite_blocks_and_broken_ones(quant_type: QuantType) -> None:
     """P49: a NaN or infinite scale is found wherever it is."""
     from benchmarks.synthetic import random_blocks

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tellin.loading.tensors import ModelHParams
+from tests.kernels.linear_cases import e4m3
 from tests.loading.models import safetensors_bytes, safetensors_entry
-from tests.models.tiny import ALL_CASES, tiny_arrays
+from tests.models.tiny import ALL_CASES, BASE, tensor_shapes, tiny_arrays
 
 Arrays = dict[str, np.ndarray]
 Written = tuple[Arrays, np.ndarray]
@@ -169,17 +171,6 @@ def int8(matrix: np.ndarray) -> Written:
     return {"weight": codes, "weight_scale": scales, "input_scale": np.ones(1, np.float32)}, values
 
 
-def e4m3(code: int) -> float:
-    """The value of one float8 E4M3."""
-    sign = -1.0 if code & 128 else 1.0
-    exponent, mantissa = code >> 3 & 15, code & 7
-    if code & 127 == 127:
-        return float("nan")
-    if exponent == 0:
-        return sign * mantissa * 2.0**-9
-    return sign * (1 + mantissa / 8) * 2.0 ** (exponent - 7)
-
-
 def fp8(matrix: np.ndarray, block: tuple[int, int] | None = None, name: str = "") -> Written:
     """``weight [n, k]`` in E4M3, and a float32 scale: for each ``block``, each output ((1, k)) or
     the matrix (None)."""
@@ -246,18 +237,39 @@ SCHEMES: dict[str, Scheme] = {
         False,
     ),
     "fp8": Scheme({"quant_method": "fp8"}, fp8, False),
+    "fp8_wide_blocks": Scheme(
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        lambda m: fp8(m, (128, 128)),
+        False,
+    ),
     "fp8_blocks": Scheme(
         {"quant_method": "fp8", "weight_block_size": [16, 32]}, lambda m: fp8(m, (16, 32)), False
     ),
 }
 
 
-def write_checkpoint(folder: Path, name: str, scheme: Scheme, **keys: Any) -> Arrays:
-    """Write a tiny model with its layers' linears quantised; returns what its weights mean, by
-    canonical name."""
+WIDE = replace(BASE, hidden_size=128, intermediate_size=384, head_dim=32, num_hidden_layers=2)
+"""Dimensions of whole blocks of E4M3."""
+
+
+def wide_arrays() -> Arrays:
+    """Weights of `WIDE`."""
+    random = np.random.RandomState(11)
+    arrays = {}
+    for name, shape in tensor_shapes(WIDE).items():
+        values = random.standard_normal(shape) / np.sqrt(shape[-1])
+        arrays[name] = (1 + values if "norm" in name else values).astype(np.float32)
+    return arrays
+
+
+def write_checkpoint(
+    folder: Path, name: str, scheme: Scheme, wide: bool = False, **keys: Any
+) -> Arrays:
+    """Write a tiny model (or `WIDE`) with its layers' linears quantised; returns what its weights
+    mean, by canonical name."""
     tensors: Arrays = {}
     meant: Arrays = {}
-    for key, values in tiny_arrays(name).items():
+    for key, values in (wide_arrays() if wide else tiny_arrays(name)).items():
         stored = key if key.startswith("lm_head") else f"model.{key}"
         is_linear = key.startswith("layers.") and key.endswith("_proj.weight")
         if not is_linear:
@@ -266,15 +278,14 @@ def write_checkpoint(folder: Path, name: str, scheme: Scheme, **keys: Any) -> Ar
         layer = stored.removesuffix(".weight")
         parts, meant[key] = scheme.write(values)
         tensors |= {f"{layer}.{kind}": array for kind, array in parts.items()}
-    write_folder(folder, name, tensors, scheme.config, **keys)
+    write_folder(folder, WIDE if wide else ALL_CASES[name], tensors, scheme.config, **keys)
     return meant
 
 
 def write_folder(
-    folder: Path, name: str, tensors: Arrays, quantisation: dict[str, Any], **keys: Any
+    folder: Path, hp: ModelHParams, tensors: Arrays, quantisation: dict[str, Any], **keys: Any
 ) -> None:
     """``config.json`` and ``model.safetensors`` of a tiny model."""
-    hp = ALL_CASES[name]
     model_type = {"qwen3moe": "qwen3_moe"}.get(hp.architecture, hp.architecture)
     config = {
         "model_type": model_type,

@@ -12,6 +12,7 @@ from tellin.exceptions import UnsupportedModelError
 from tellin.loading import dequantize as module
 from tellin.loading.dequantize import dequantize, dequantize_rows
 from tellin.loading.tensors import BLOCK_SIZES, QuantType, TensorRef
+from tests.kernels.linear_cases import GGUF_TYPES
 
 
 def random_tensor(quant_type: QuantType, num_rows: int, num_blocks: int, seed: int) -> TensorRef:
@@ -28,7 +29,7 @@ def bits(values: np.ndarray) -> np.ndarray:
     return values.view(np.uint32)
 
 
-@pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", GGUF_TYPES, ids=lambda t: t.name)
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @given(num_rows=st.integers(1, 5), num_blocks=st.integers(1, 6), seed=st.integers(0, 2**32 - 1))
 def test_values_are_bitwise_those_of_the_reference_reader(
@@ -44,7 +45,7 @@ def test_values_are_bitwise_those_of_the_reference_reader(
     np.testing.assert_array_equal(bits(values), bits(expected))
 
 
-@pytest.mark.parametrize("quant_type", list(QuantType), ids=lambda t: t.name)
+@pytest.mark.parametrize("quant_type", GGUF_TYPES, ids=lambda t: t.name)
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_rows_are_the_rows_of_the_whole(
     quant_type: QuantType, monkeypatch: pytest.MonkeyPatch

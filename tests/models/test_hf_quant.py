@@ -14,8 +14,9 @@ from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
 from tellin.loading.dequantize import dequantize
+from tellin.loading.tensors import QuantType
 from tellin.models import build_plan
-from tests.models.quantised import SCHEMES, write_checkpoint, write_folder
+from tests.models.quantised import SCHEMES, WIDE, write_checkpoint, write_folder
 from tests.models.stepping import logits_of
 from tests.models.tiny import ALL_CASES, memory_source, tiny_arrays, tiny_token_ids
 
@@ -52,6 +53,28 @@ def test_native_logits(scheme: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
         reference = logits_of(ReferenceBackend(plan), tokens)
         np.testing.assert_allclose(logits, reference, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("scheme", ["float8", "fp8", "fp8_wide_blocks", "awq", "int8_packed"])
+def test_wide_layers(scheme: str, tmp_path: Path) -> None:
+    """E4M3 stays E4M3 where 128 inputs share a scale: no rounding at all."""
+    scheme_config = SCHEMES[scheme]
+    meant = write_checkpoint(tmp_path, "", scheme_config, wide=True)
+    tokens = tiny_token_ids()
+    expected = logits_of(ReferenceBackend(build_plan(memory_source(WIDE, meant))), tokens)
+    with open_model(tmp_path) as source:
+        for name, values in meant.items():
+            np.testing.assert_array_equal(dequantize(source.tensors[name]), values, err_msg=name)
+        if "8" in scheme and not scheme.startswith("int8"):
+            down = source.tensors["layers.0.mlp.down_proj.weight"]
+            assert down.quant_type is QuantType.E4M3
+            assert down.format_name == "FP8"
+        plan = build_plan(source)
+        for isa in _C.linear_variants():
+            backend = NativeBackend(
+                plan, isa=isa, kv_cache_dtype="float32", activation_precision="float32"
+            )
+            np.testing.assert_allclose(logits_of(backend, tokens), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("scheme", ["awq", "gptq", "fp8_blocks"])

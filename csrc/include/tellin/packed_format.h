@@ -124,6 +124,8 @@ constexpr PackedFormat format_of(QuantType type) {
     case QuantType::F16:
     case QuantType::BF16:
       return {16, -1, false, ScaleKind::kNone};
+    case QuantType::E4M3:
+      return {8, -1, false, ScaleKind::kNone};
   }
   return {0, -1, false, ScaleKind::kNone};
 }
@@ -158,10 +160,20 @@ struct Nibble16Header {
 };
 static_assert(sizeof(Nibble16Header) == 320, "header size");
 
-// Float weights: F32 [k][16]; F16 [k][16]; BF16 [ceil(k / 2)][16][2] (odd k padded with zero).
+constexpr int kE4m3K = 128;  // features of E4M3 that share a scale; k is a multiple of it
+// E4M3's sign, exponent and mantissa in the places of a half's make a half of 2^-8 times the value,
+// subnormals included: packed scales are multiplied by this.
+constexpr float kE4m3ScaleFactor = 256.0f;
+constexpr size_t e4m3_codes_offset(int64_t k) {
+  return static_cast<size_t>(k / kE4m3K) * kRows * sizeof(float);
+}
+
+// Float weights: F32 [k][16]; F16 [k][16]; BF16 [ceil(k / 2)][16][2] (odd k padded with zero); E4M3 f32
+// scales [k / 128][16], times kE4m3ScaleFactor, then bytes [k][16]: a weight is half * scale, rounded once.
 constexpr size_t packed_group_size(QuantType type, int64_t k) {
   const PackedFormat f = format_of(type);
   if (f.is_quantized()) return static_cast<size_t>((k + f.super_k() - 1) / f.super_k()) * f.super_bytes();
+  if (type == QuantType::E4M3) return e4m3_codes_offset(k) + static_cast<size_t>(k) * kRows;
   const int64_t padded = type == QuantType::BF16 ? (k + 1) / 2 * 2 : k;
   return (static_cast<size_t>(padded) * kRows * (f.bits / 8) + 63) / 64 * 64;
 }

@@ -5,7 +5,7 @@
 
 namespace tellin {
 
-// GGUF's tensor type numbers.
+// GGUF's tensor type numbers; from 1000 on types that GGUF does not have.
 enum class QuantType : int32_t {
   F32 = 0,
   F16 = 1,
@@ -22,6 +22,7 @@ enum class QuantType : int32_t {
   IQ4_NL = 20,
   IQ4_XS = 23,
   BF16 = 30,
+  E4M3 = 1000,  // per 128: f32 scale, then bytes: sign, 4 bits of exponent (bias 7), 3 of mantissa
   MXFP4 = 39,
 };
 

@@ -45,9 +45,19 @@ TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows
   }
 }
 
-// Features [k0, k0 + count) of a group to panel[feature][16]; k0 is a multiple of kPanelK.
+// E4M3 of 8 rows, without its scale.
+TELLIN_INLINE __m256 e4m3_to_float8(const uint8_t* p) {
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  const __m128i high = _mm_unpacklo_epi8(_mm_setzero_si128(), bytes);
+  const __m128i half = _mm_and_si128(_mm_srai_epi16(high, 1), _mm_set1_epi16(static_cast<int16_t>(0xbf80)));
+  return _mm256_cvtph_ps(half);
+}
+
+// Features [k0, k0 + count) of a group to panel[feature][16]; k0 is a multiple of kPanelK. Codes of E4M3
+// begin at codes_offset.
 template <QuantType T>
-void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel) {
+void expand_panel(const uint8_t* group, [[maybe_unused]] size_t codes_offset, int64_t k0, int count,
+                  float* panel) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kFormat.is_quantized()) {
     constexpr int kSums = kFormat.per16() ? 2 : 1;
@@ -66,6 +76,16 @@ void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel) {
   } else if constexpr (T == QuantType::F16) {
     const auto* p = reinterpret_cast<const uint16_t*>(group) + k0 * kRows;
     for (int i = 0; i < count * kRows; i += 8) _mm256_store_ps(panel + i, half_to_float8(p + i));
+  } else if constexpr (T == QuantType::E4M3) {
+    const uint8_t* p = group + codes_offset + k0 * kRows;
+    const auto* scale = reinterpret_cast<const float*>(group) + k0 / kE4m3K * kRows;
+    for (int first = 0; first < count; first += kE4m3K, scale += kRows) {
+      const __m256 s[2] = {_mm256_loadu_ps(scale), _mm256_loadu_ps(scale + kHalfRows)};
+      for (int i = first * kRows; i < (first + kE4m3K) * kRows; i += kRows) {
+        _mm256_store_ps(panel + i, _mm256_mul_ps(e4m3_to_float8(p + i), s[0]));
+        _mm256_store_ps(panel + i + kHalfRows, _mm256_mul_ps(e4m3_to_float8(p + i + kHalfRows), s[1]));
+      }
+    }
   } else {
     const uint8_t* p = group + k0 * kRows * 2;
     for (int i = 0; i < count; i += 2) {
@@ -275,7 +295,7 @@ void run_float_group(const FloatProblem& p, int64_t m0, int tokens, int64_t g) {
   __builtin_memset(acc, 0, sizeof(float) * kRows * static_cast<size_t>(tokens));
   for (int64_t k0 = 0; k0 < p.w.k; k0 += kPanelK) {
     const int count = static_cast<int>(p.w.k - k0 < kPanelK ? p.w.k - k0 : kPanelK);
-    expand_panel<T>(group, k0, count, panel);
+    expand_panel<T>(group, e4m3_codes_offset(p.w.k), k0, count, panel);
     const uint8_t* const ahead = group + (k0 + kFloatPrefetchK) * kBytesOf4 / 4;
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
@@ -296,7 +316,7 @@ void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, 
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
     const int tokens = static_cast<int>(end - begin);
-    if constexpr (!format_of(T).is_quantized()) {
+    if constexpr (!format_of(T).is_quantized() && T != QuantType::E4M3) {
       if (tokens <= kStoredTokens) {
         linear_stored<T>(problem, begin, tokens, g0, g1);
         continue;

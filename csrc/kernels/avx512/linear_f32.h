@@ -102,6 +102,54 @@ struct StoredWeights {
   TELLIN_INLINE void advance(int features) { p += features * (format_of(T).bits / 8) * kRows; }
 };
 
+// E4M3: k begins at a multiple of 4, and scales change every kE4m3K features.
+template <int kGroups>
+struct StoredWeights<QuantType::E4M3, kGroups> {
+  const uint8_t* p;       // codes of the next feature
+  const uint8_t* scales;  // of its block, in the first group
+  size_t group_bytes;
+  int left;  // features of the block
+  __m512 scale[kGroups];
+
+  StoredWeights(const uint8_t* group, int64_t width, int64_t k0, size_t bytes)
+      : p(group + e4m3_codes_offset(width) + k0 * kRows),
+        scales(group + static_cast<size_t>(k0 / kE4m3K) * kRows * sizeof(float)),
+        group_bytes(bytes),
+        left(static_cast<int>(kE4m3K - k0 % kE4m3K)) {
+    load_scales();
+  }
+  TELLIN_INLINE void load_scales() {
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) scale[g] = _mm512_loadu_ps(scales + g * group_bytes);
+  }
+  TELLIN_INLINE __m512 load(int group, int feature) const {
+    const auto* at = reinterpret_cast<const __m128i*>(p + group * group_bytes + feature * kRows);
+    const __m256i high = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(at)), 8);
+    const __m256i sign_and_rest = _mm256_set1_epi16(static_cast<int16_t>(0xbf80));
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), sign_and_rest);
+    return _mm512_mul_ps(_mm512_cvtph_ps(half), scale[group]);
+  }
+  TELLIN_INLINE void advance(int features) {
+    p += features * kRows;
+    left -= features;
+    if (left == 0) {
+      left = kE4m3K;
+      scales += kRows * sizeof(float);
+      load_scales();
+    }
+  }
+};
+
+template <QuantType T, int kGroups>
+StoredWeights<T, kGroups> stored_weights(const uint8_t* group, [[maybe_unused]] int64_t width, int64_t k0,
+                                         size_t group_bytes) {
+  if constexpr (T == QuantType::E4M3) {
+    return StoredWeights<T, kGroups>(group, width, k0, group_bytes);
+  } else {
+    return {group + k0 * (format_of(T).bits / 8) * kRows, group_bytes};
+  }
+}
+
 // What a tile fetches while it computes: weights that are needed later, `step` bytes of each group for every
 // 4 features (0: nothing). If they are `streamed` no copy needs to stay in L2.
 struct Prefetch {
@@ -267,7 +315,7 @@ void run_stored(const FloatProblem& p, int64_t m0, int tokens, int64_t g0, const
     for (int i = 0; i < num_tiles; ++i) {
       if (i > 0) ahead.step = 0;
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
-      run_float_tile_of<kGroups>(t1 - t0, StoredWeights<T, kGroups>{group + bytes, p.w.group_bytes},
+      run_float_tile_of<kGroups>(t1 - t0, stored_weights<T, kGroups>(group, p.w.k, k0, p.w.group_bytes),
                                  static_cast<int>(k1 - k0), p.x + (m0 + t0) * p.ldx + k0, p.ldx, k0 == 0,
                                  ahead, acc + t0 * kGroups * kRows);
     }

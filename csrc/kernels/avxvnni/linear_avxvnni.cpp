@@ -44,6 +44,7 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
     TELLIN_CASE(F32)
     TELLIN_CASE(F16)
     TELLIN_CASE(BF16)
+    TELLIN_CASE(E4M3)
     TELLIN_CASE(Q4_0)
     TELLIN_CASE(Q4_1)
     TELLIN_CASE(Q5_0)

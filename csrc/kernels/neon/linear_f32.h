@@ -38,9 +38,11 @@ TELLIN_INLINE void expand_quads(const uint8_t* codes, const float (*scale)[kRows
   }
 }
 
-// Features [k0, k0 + count) of a group to panel[feature][16]; k0 is a multiple of kPanelK.
+// Features [k0, k0 + count) of a group to panel[feature][16]; k0 is a multiple of kPanelK. Codes of E4M3
+// begin at codes_offset.
 template <QuantType T>
-void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel) {
+void expand_panel(const uint8_t* group, [[maybe_unused]] size_t codes_offset, int64_t k0, int count,
+                  float* panel) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kFormat.is_quantized()) {
     constexpr int kSums = kFormat.per16() ? 2 : 1;
@@ -58,6 +60,19 @@ void expand_panel(const uint8_t* group, int64_t k0, int count, float* panel) {
   } else if constexpr (T == QuantType::F16) {
     const auto* p = reinterpret_cast<const __fp16*>(group) + k0 * kRows;
     for (int i = 0; i < count * kRows; i += 4) vst1q_f32(panel + i, vcvt_f32_f16(vld1_f16(p + i)));
+  } else if constexpr (T == QuantType::E4M3) {
+    const uint8_t* p = group + codes_offset + k0 * kRows;
+    const auto* scale = reinterpret_cast<const float*>(group) + k0 / kE4m3K * kRows;
+    for (int first = 0; first < count; first += kE4m3K, scale += kRows) {
+      for (int i = first * kRows; i < (first + kE4m3K) * kRows; i += 8) {
+        const int16x8_t high = vreinterpretq_s16_u16(vshll_n_u8(vld1_u8(p + i), 8));
+        const uint16x8_t half = vandq_u16(vreinterpretq_u16_s16(vshrq_n_s16(high, 1)), vdupq_n_u16(0xbf80));
+        const float16x8_t value = vreinterpretq_f16_u16(half);
+        const float* s = scale + i % kRows;
+        vst1q_f32(panel + i, vmulq_f32(vcvt_f32_f16(vget_low_f16(value)), vld1q_f32(s)));
+        vst1q_f32(panel + i + 4, vmulq_f32(vcvt_f32_f16(vget_high_f16(value)), vld1q_f32(s + 4)));
+      }
+    }
   } else {
     const uint8_t* p = group + k0 * kRows * 2;
     for (int i = 0; i < count; i += 2) {
@@ -131,7 +146,7 @@ void run_float_group(const FloatProblem& p, int64_t m0, int tokens, int64_t g) {
   __builtin_memset(acc, 0, sizeof(float) * kRows * static_cast<size_t>(tokens));
   for (int64_t k0 = 0; k0 < p.w.k; k0 += kPanelK) {
     const int count = static_cast<int>(p.w.k - k0 < kPanelK ? p.w.k - k0 : kPanelK);
-    expand_panel<T>(group, k0, count, panel);
+    expand_panel<T>(group, e4m3_codes_offset(p.w.k), k0, count, panel);
     for (int i = 0; i < num_tiles; ++i) {
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;
       run_float_tile_of(t1 - t0, panel, count, p.x + (m0 + t0) * p.ldx + k0, p.ldx, acc + t0 * kRows);

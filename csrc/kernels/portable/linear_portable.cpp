@@ -200,9 +200,11 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
   }
 }
 
-// Expands features [k0, k0 + count) of a group to float32 [count][16]; k0 is a multiple of 32.
+// Expands features [k0, k0 + count) of a group to float32 [count][16]; k0 is a multiple of 32. Codes of E4M3
+// begin at codes_offset.
 template <QuantType T>
-void expand_group(const uint8_t* group, int64_t k0, int64_t count, float* panel) {
+void expand_group(const uint8_t* group, [[maybe_unused]] size_t codes_offset, int64_t k0, int64_t count,
+                  float* panel) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (kFormat.is_quantized()) {
     Block block;
@@ -216,6 +218,13 @@ void expand_group(const uint8_t* group, int64_t k0, int64_t count, float* panel)
     }
   } else if constexpr (T == QuantType::F32) {
     std::memcpy(panel, group + k0 * kRows * 4, static_cast<size_t>(count) * kRows * 4);
+  } else if constexpr (T == QuantType::E4M3) {
+    const auto* scale = reinterpret_cast<const float*>(group) + k0 / kE4m3K * kRows;
+    const uint8_t* p = group + codes_offset + k0 * kRows;
+    for (int i = 0; i < count * kRows; ++i) {
+      const auto half = static_cast<uint16_t>((p[i] & 0x80) << 8 | (p[i] & 0x7f) << 7);
+      panel[i] = half_to_float(half) * scale[i % kRows];
+    }
   } else {
     const auto* p = reinterpret_cast<const uint16_t*>(group) + k0 * kRows;
     for (int i = 0; i < count; ++i) {
@@ -237,7 +246,7 @@ void linear_f32(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, 
       float acc[kTile][kRows] = {};
       for (int64_t k0 = 0; k0 < w.k; k0 += kBlockK) {
         const int64_t count = std::min<int64_t>(kBlockK, w.k - k0);
-        expand_group<T>(w.data + g * w.group_bytes, k0, count, panel);
+        expand_group<T>(w.data + g * w.group_bytes, e4m3_codes_offset(w.k), k0, count, panel);
         for (int t = 0; t < tile; ++t) {
           const float* row = x + (m + t) * ldx + k0;
           for (int64_t i = 0; i < count; ++i) {
@@ -397,6 +406,7 @@ void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t 
     TELLIN_CASE(F32)
     TELLIN_CASE(F16)
     TELLIN_CASE(BF16)
+    TELLIN_CASE(E4M3)
     TELLIN_CASE(Q4_0)
     TELLIN_CASE(Q4_1)
     TELLIN_CASE(Q5_0)

@@ -85,6 +85,29 @@ def _bf16(blocks: Bytes) -> Floats:
     return (upper << 16).view(np.float32)
 
 
+def _e4m3(blocks: Bytes) -> Floats:
+    """scale (4, float32), 128 bytes of E4M3: ``value * scale``."""
+    scales = blocks[:, :4].copy().view(np.float32)
+    return E4M3_VALUES[blocks[:, 4:]] * scales
+
+
+def _e4m3_values() -> Floats:
+    """All 256 values of float8 E4M3: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning (2022), table 1.
+    """
+    bits = np.arange(256)
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    subnormal = np.ldexp(mantissa.astype(np.float32), -9)
+    normal = np.ldexp((8 + mantissa).astype(np.float32), exponent - 10)
+    values = np.where(exponent == 0, subnormal, normal).astype(np.float32)
+    values[(bits & 127) == 127] = np.nan
+    return np.where(bits >= 128, -values, values).astype(np.float32)
+
+
+E4M3_VALUES = _e4m3_values()
+
+
 def _q4_0(blocks: Bytes) -> Floats:
     """d (2), 16 bytes of nibbles: ``d * (q - 8)``."""
     q = _nibbles(blocks[:, 2:18]).astype(np.int8) - 8
@@ -238,6 +261,7 @@ _FUNCTIONS: dict[QuantType, Callable[[Bytes], Floats]] = {
     QuantType.F32: _f32,
     QuantType.F16: _f16,
     QuantType.BF16: _bf16,
+    QuantType.E4M3: _e4m3,
     QuantType.Q4_0: _q4_0,
     QuantType.Q4_1: _q4_1,
     QuantType.Q5_0: _q5_0,

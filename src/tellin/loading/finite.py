@@ -63,6 +63,8 @@ def _is_chunk_finite(quant_type: QuantType, data: npt.NDArray[np.uint8]) -> bool
         return bool(((data.view("<u4") & 0x7F80_0000) != 0x7F80_0000).all())
     if quant_type is QuantType.BF16:
         return bool(((data.view("<u2") & 0x7F80) != 0x7F80).all())
+    if quant_type is QuantType.E4M3:
+        return _are_float8_finite(data.reshape(-1, quant_type.block_bytes))
     if quant_type is QuantType.F16:
         return _are_halves_finite(data.view("<u2"))
     blocks = data.reshape(-1, quant_type.block_bytes)
@@ -72,6 +74,11 @@ def _is_chunk_finite(quant_type: QuantType, data: npt.NDArray[np.uint8]) -> bool
         _are_halves_finite(blocks[:, offset : offset + 2].copy().view("<u2"))
         for offset in _SCALES[quant_type]
     )
+
+
+def _are_float8_finite(blocks: npt.NDArray[np.uint8]) -> bool:
+    scales = blocks[:, :4].copy().view("<u4") & 0x7F80_0000
+    return bool((scales != 0x7F80_0000).all() and ((blocks[:, 4:] & 127) != 127).all())
 
 
 def _are_halves_finite(bits: npt.NDArray[np.uint16]) -> bool:

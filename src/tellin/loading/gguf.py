@@ -56,6 +56,8 @@ _SCALARS: Mapping[int, tuple[str, str]] = {
 }
 """Value type number → (struct code, NumPy dtype)."""
 
+_FIRST_FOREIGN_TYPE = 1000
+"""From here on `QuantType` has types that GGUF does not."""
 _OTHER_TENSOR_TYPES: Mapping[int, str] = {
     9: "Q8_1",
     15: "Q8_K",
@@ -281,12 +283,10 @@ class _Parser:
         return tuple(reversed(sizes)), quant_type, offset, num_bytes
 
     def _quant_type(self, name: str, number: int) -> QuantType:
-        try:
+        if number < _FIRST_FOREIGN_TYPE and number in {int(t) for t in QuantType}:
             return QuantType(number)
-        except ValueError:
-            pass
         if number in _OTHER_TENSOR_TYPES:
-            supported = ", ".join(quant_type.name for quant_type in QuantType)
+            supported = ", ".join(t.name for t in QuantType if t < _FIRST_FOREIGN_TYPE)
             raise UnsupportedModelError(
                 f"{self._file.path}: tensor {name!r} has type {_OTHER_TENSOR_TYPES[number]}, "
                 f"which is not supported; supported types: {supported}"

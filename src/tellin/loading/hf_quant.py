@@ -263,7 +263,7 @@ class _Assembler:
             )
         scales = dequantize(scale).reshape(counts)
         reader = Float8Rows(name, "FP8", values, scales, block)
-        return self._weight(layer, (rows, columns), QuantType.F16, reader)
+        return self._weight(layer, (rows, columns), reader.quant_type, reader)
 
     # ---- tensors -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tellin.exceptions import ModelLoadError
+from tellin.loading.dequantize import E4M3_VALUES
 from tellin.loading.tensors import QuantType
 
 Bytes = npt.NDArray[np.uint8]
@@ -190,7 +191,9 @@ class IntegerRows:
 
 @dataclass(frozen=True, eq=False)
 class Float8Rows:
-    """Reader of E4M3 weights with a float scale for each rectangle of a matrix; becomes float16.
+    """Reader of E4M3 weights with a float scale for each rectangle of a matrix.
+
+    They stay what they are (`QuantType.E4M3`) where 128 neighbours share a scale, else become F16.
 
     Args:
         name: of the tensor, for errors.
@@ -210,7 +213,15 @@ class Float8Rows:
     def views(self) -> Sequence[Bytes]:
         return [_bytes_of(self.values)]
 
+    @property
+    def quant_type(self) -> QuantType:
+        columns, size = self.values.shape[1], QuantType.E4M3.block_size
+        is_shared = self.block[1] % size == 0 or self.block[1] >= columns
+        return QuantType.E4M3 if columns % size == 0 and is_shared else QuantType.F16
+
     def read_rows(self, start: int, stop: int) -> Bytes:
+        if self.quant_type is QuantType.E4M3:
+            return self._read_e4m3(start, stop)
         rows = np.arange(start, stop) // self.block[0]
         columns = np.arange(self.values.shape[1]) // self.block[1]
         values = E4M3_VALUES[self.values[start:stop]]
@@ -218,22 +229,18 @@ class Float8Rows:
             values *= self.scales[rows][:, columns]
         return _as_float16(values, self.name)
 
-
-def e4m3_values() -> Floats:
-    """All 256 values of float8 E4M3: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity.
-
-    Source: Micikevicius et al., FP8 Formats for Deep Learning (2022), table 1.
-    """
-    bits = np.arange(256)
-    exponent, mantissa = bits >> 3 & 15, bits & 7
-    subnormal = np.ldexp(mantissa.astype(np.float32), -9)
-    normal = np.ldexp((8 + mantissa).astype(np.float32), exponent - 10)
-    values = np.where(exponent == 0, subnormal, normal).astype(np.float32)
-    values[(bits & 127) == 127] = np.nan
-    return np.where(bits >= 128, -values, values).astype(np.float32)
-
-
-E4M3_VALUES = e4m3_values()
+    def _read_e4m3(self, start: int, stop: int) -> Bytes:
+        size = QuantType.E4M3.block_size
+        values = self.values[start:stop].reshape(stop - start, -1, size)
+        firsts = np.arange(values.shape[1]) * size
+        scales = self.scales[np.arange(start, stop) // self.block[0]][:, firsts // self.block[1]]
+        if ((values & np.uint8(127)) == 127).any() or not np.isfinite(scales).all():
+            raise ModelLoadError(
+                f"tensor {self.name!r} holds NaN, or a scale of it is not finite; the file is "
+                "damaged, or was badly converted"
+            )
+        stored = np.ascontiguousarray(scales)[:, :, None].view(np.uint8)
+        return np.concatenate([stored, values], axis=2).reshape(-1)
 
 
 def _as_float16(values: Floats, name: str) -> Bytes:

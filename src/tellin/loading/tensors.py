@@ -33,6 +33,8 @@ class QuantType(enum.IntEnum):
     IQ4_NL = 20
     IQ4_XS = 23
     BF16 = 30
+    E4M3 = 1000
+    """Not GGUF's: a float32 scale, then float8 E4M3."""
     MXFP4 = 39
 
     @property
@@ -50,6 +52,7 @@ BLOCK_SIZES: Mapping[QuantType, tuple[int, int]] = {
     QuantType.F32: (1, 4),
     QuantType.F16: (1, 2),
     QuantType.BF16: (1, 2),
+    QuantType.E4M3: (128, 132),
     QuantType.Q4_0: (32, 18),
     QuantType.Q4_1: (32, 20),
     QuantType.Q5_0: (32, 22),
