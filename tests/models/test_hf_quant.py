@@ -115,7 +115,7 @@ def test_fused_layers_are_parted_into_rows(scheme: str, tmp_path: Path) -> None:
     for key, values in arrays.items():
         tensors[key if key.startswith("lm_head") else f"model.{key}"] = values
     config = SCHEMES[scheme].config
-    write_folder(tmp_path, "phi3", tensors, config, sliding_window=hp.sliding_window)
+    write_folder(tmp_path, hp, tensors, config, sliding_window=hp.sliding_window)
     tokens = tiny_token_ids()
     expected = logits_of(ReferenceBackend(build_plan(memory_source(hp, meant))), tokens)
     with open_model(tmp_path) as source:
