@@ -164,7 +164,7 @@ def test_wide_variants_agree_bitwise() -> None:
     wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512")]
     rng = np.random.default_rng(5)
     for quant_type, precision in MODES:
-        k = {256: 512, 32: 608, 1: 303}[quant_type.block_size]
+        k = {256: 512, 128: 640, 32: 608, 1: 303}[quant_type.block_size]
         w = cases.random_tensor(quant_type, 70, k)
         for rows in (7, 41):
             x = rng.standard_normal((rows, k)).astype(np.float32)
