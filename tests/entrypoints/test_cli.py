@@ -106,7 +106,7 @@ def test_errors_are_one_line(
         (("serve", "--model", "m"), "the model is given without --model"),
         (("generate", "--max_model_len=64", "x"), "it is written --max-model-len"),
         (("serve", "m", "--enforce-eager"), "--enforce-eager would have no effect: leave it out"),
-        (("serve", "m", "--quantization", "awq"), "--quantization is not supported: weights are"),
+        (("serve", "m", "--quantization", "awq"), "--quantization is not supported: leave it out"),
         (("serve", "m", "--enable-auto-tool-choice"), "tools work as they are"),
         (("serve", "m", "--served-model-name", "a", "b"), "is written once for each"),
     ],

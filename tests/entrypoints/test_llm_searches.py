@@ -183,7 +183,10 @@ def test_pool1_pool2_pool3_refusals(embedder: LLM, llm: LLM) -> None:
 def test_scores_are_made_of_embeddings_alone(make_engine: EngineMaker) -> None:
     engine = make_engine(lambda request: [], runner_type="pooling")
     make_engine.client.utilities["get_supported_tasks"] = ["token_embed"]
-    with pytest.raises(UnsupportedFeatureError, match="that embeds; this one supports token_embed"):
+    with pytest.raises(
+        UnsupportedFeatureError,
+        match="does not embed, which scores are made of; it supports: token_embed",
+    ):
         LLM.from_engine(engine).score("a", "b")
 
 
