@@ -146,7 +146,7 @@ class _Assembler:
         quant_type = QuantType.Q4_0 if self.config.is_symmetric else QuantType.Q5_0
         reader = IntegerRows(
             f"{layer}.qweight",
-            f"AWQ{4}",
+            "AWQ4",
             quant_type,
             columns,
             codes,
