@@ -112,7 +112,9 @@ def soak(num_requests: int) -> tuple[list[float], list[int]]:
 
 def forget(driver: Driver) -> None:
     """Drop what the driver itself keeps."""
-    for log in (driver.tokens, driver.finish, driver.last, driver.outputs, driver.prompts):
+    for log in (
+        driver.tokens, driver.finish, driver.last, driver.outputs, driver.prompts, driver.features,
+    ):  # fmt: skip
         log.clear()  # type: ignore[attr-defined]
     driver.tokens = {i: [] for i in driver.scheduler.requests}
     driver.outputs = {i: [] for i in driver.scheduler.requests}
