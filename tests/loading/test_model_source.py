@@ -147,6 +147,27 @@ def test_gguf_metadata(tmp_path: Path) -> None:
     assert metadata.num_bytes == (tmp_path / "m.gguf").stat().st_size
 
 
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (("<|end|>", "<|endoftext|>"), (1, 250, 251)),
+        # gpt-oss: an answer is several messages, each with an end of its own.
+        (("<|end|>", "<|return|>", "<|call|>"), (1, 251, 252)),
+    ],
+)
+def test_control_tokens_that_end_an_answer(
+    texts: tuple[str, ...], expected: tuple[int, ...], tmp_path: Path
+) -> None:
+    values = gguf_metadata("llama")
+    tokens = list(values["tokenizer.ggml.tokens"])
+    types = np.array(values["tokenizer.ggml.token_type"])
+    for token_id, text in enumerate(texts, start=250):
+        tokens[token_id], types[token_id] = text, 3
+    values |= {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
+    metadata = open_metadata(write_gguf(tmp_path / "m.gguf", values, gguf_tensors()))
+    assert metadata.eos_token_ids == expected
+
+
 def test_end_tokens_of_real_files(smollm2_path: Path) -> None:
     metadata = open_metadata(smollm2_path)
     assert metadata.eos_token_ids == (2, 0)
