@@ -325,6 +325,29 @@ def test_chat_piped_input(
     assert captured.err.count("tokens/s") == 2
 
 
+def test_chat_parts_channels(
+    make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpt-oss: thoughts go to standard error, the conversation keeps the answer alone."""
+    said = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes"
+
+    def script(request: EngineCoreRequest) -> list[list[int]]:
+        return [text_ids(char) for char in said]
+
+    template = TEMPLATE + "{# <|channel|> <|message|> #}"
+    maker = make_engine
+    monkeypatch.setattr(
+        chat, "open_llm", lambda args: LLM.from_engine(maker(script, chat_template=template))
+    )
+    assert converse(monkeypatch, ["x", "y"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "yes\nyes\n"
+    assert captured.err.count("hm") == 2
+    assert "channel" not in captured.out + captured.err
+    assert maker.client.requests[1].prompt_token_ids == text_ids("u:x;a:yes;u:y;")
+    assert maker.client.requests[0].sampling_params.skip_special_tokens is False
+
+
 def test_chat_needs_a_template(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """``tellin chat``: a conversation in the terminal, or with piped standard input.
 
-Ctrl-C stops the answer, not the program; what was answered so far stays in the conversation.
+Ctrl-C stops the answer, not the program; what was answered so far stays in the conversation. Where
+a model writes its thoughts on a channel of their own (gpt-oss), they go to standard error.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from tellin.entrypoints.commands.common import (
     sampling_params,
     user_message,
 )
+from tellin.entrypoints.openai.parsers.events import ParsedDelta
+from tellin.entrypoints.openai.parsers.harmony import HarmonyParser
+from tellin.entrypoints.openai.parsers.registry import template_is_harmony
 from tellin.exceptions import ContextLengthError, InvalidParameterError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -89,6 +93,10 @@ class Conversation:
         self._params = params
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._show_stats = show_stats
+        self._has_channels = template_is_harmony(llm.model_config.chat_template or "")
+        if self._has_channels:
+            self._params = params.clone()
+            self._params.skip_special_tokens = False
         self.messages: list[dict[str, Any]] = list(self._start)
         self.images: list[bytes] = []
         """Pictures that go with the next message."""
@@ -118,6 +126,7 @@ class Conversation:
     def answer(self) -> None:
         """Print the model's next message as it is written, and keep it."""
         pieces: list[str] = []
+        parser = HarmonyParser() if self._has_channels else None
         num_tokens = 0
         start = first = time.monotonic()
         stream = self._llm.stream(self.messages, self._params)
@@ -127,10 +136,12 @@ class Conversation:
                     if not num_tokens:
                         first = time.monotonic()
                     num_tokens += len(output.outputs[0].token_ids)
-                    pieces.append(output.text)
-                    print(output.text, end="", flush=True)
+                    text = output.text
+                    pieces.append(_show(ParsedDelta(text) if parser is None else parser.feed(text)))
         except KeyboardInterrupt:
             print(" [stopped]", end="", file=sys.stderr, flush=True)
+        if parser is not None:
+            pieces.append(_show(parser.finish()))
         print(flush=True)
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
         if self._show_stats and num_tokens > 1:
@@ -140,6 +151,15 @@ class Conversation:
                 f"then {(num_tokens - 1) / seconds:.1f} tokens/s]",
                 file=sys.stderr,
             )
+
+
+def _show(delta: ParsedDelta) -> str:
+    """Print a piece of an answer; returns what of it is content."""
+    if delta.reasoning:
+        print(delta.reasoning, end="", file=sys.stderr, flush=True)
+    if delta.content:
+        print(delta.content, end="", flush=True)
+    return delta.content
 
 
 def _talk(conversation: Conversation) -> None:
