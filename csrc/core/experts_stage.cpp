@@ -21,7 +21,6 @@ constexpr int64_t kTaskBytes = 64 << 10;  // of a matrix per task, at most
 constexpr int64_t kTasksLeft = 2;         // a task is at most this part of what is left of a share
 constexpr int64_t kIntGroups = 2;         // a block of the next layer's activations
 constexpr int64_t kSumGroups = 16;        // per task of the sum, at most
-constexpr int64_t kMaxExperts = 1024;     // as the program checks
 constexpr float kLeastTotal = 1e-20f;     // shares of experts that a bias made chosen may all be 0
 constexpr int64_t kSumRows = 64;          // of a block of the sum, at least
 
@@ -34,25 +33,6 @@ int64_t round_up(int64_t value, int64_t step) {
 int64_t floats_per_row(int64_t width) {
   return (divide_up(width, 16) | 1) * 16;
 }
-
-struct Product {
-  const KernelTables& kernels;
-  ActPrecision precision;
-  QuantizedRows quantized;  // or floats
-  const float* floats;
-  int64_t stride;
-
-  void operator()(const PackedMatrix& w, int64_t m0, int64_t m1, int64_t g0, int64_t g1, float* out,
-                  int64_t ldo) const {
-    if (precision == ActPrecision::kInt8) {
-      kernels.linear->linear_int8(w, quantized, m0, m1, g0, g1, out, ldo);
-    } else if (precision == ActPrecision::kInt16) {
-      kernels.linear->linear_int16(w, quantized, m0, m1, g0, g1, out, ldo);
-    } else {
-      kernels.linear->linear_f32(w, floats, stride, m0, m1, g0, g1, out, ldo);
-    }
-  }
-};
 
 // Adds columns [column, column + count) of an expert's bias to rows [0, rows) of a product.
 void add_bias(const VectorKernels& vector, const ExpertMatrices& matrices, size_t expert, int64_t rows,
@@ -310,7 +290,7 @@ void ExpertsGateStage::cut_tasks() noexcept {
 
 // The rows of a tile as kernels read them: row m0 + i is that of entry begin + i.
 struct ExpertsGateStage::Rows {
-  Product product;
+  LinearInput input;
   int64_t m0;
 };
 
@@ -322,7 +302,7 @@ ExpertsGateStage::Rows ExpertsGateStage::rows_of(ActPrecision precision, const E
   const ExpertsState::Entry* entries = op_->state->entries.data() + task.begin;
   const int64_t count = task.end - task.begin;
   if (entries[count - 1].row - entries[0].row == count - 1) {  // they lie side by side as it is
-    return {{kernels_, precision, source, x.base, x.stride}, entries[0].row};
+    return {{precision, source, x.base, x.stride}, entries[0].row};
   }
   const QuantizedRows target = precision == ActPrecision::kInt8 ? scratch.int8 : scratch.int16;
   const int64_t stride = floats_per_row(x.width);
@@ -340,7 +320,7 @@ ExpertsGateStage::Rows ExpertsGateStage::rows_of(ActPrecision precision, const E
       }
     }
   }
-  return {{kernels_, precision, target, scratch.floats, stride}, 0};
+  return {{precision, target, scratch.floats, stride}, 0};
 }
 
 void ExpertsGateStage::run(int64_t index, int member) noexcept {
@@ -361,11 +341,11 @@ void ExpertsGateStage::run(int64_t index, int member) noexcept {
   float* gate = scratch.products;
   float* up = scratch.products + kTileValues + 16;
   const Rows gate_rows = rows_of(op_->gate.precision, task, scratch);
-  gate_rows.product(followed(gate_matrix, group(up_matrix, task.first)), gate_rows.m0, gate_rows.m0 + rows,
-                    task.first, task.last, gate - gate_rows.m0 * count - column, count);
+  linear_product(kernels_, gate_rows.input, followed(gate_matrix, group(up_matrix, task.first)), gate_rows.m0,
+                 gate_rows.m0 + rows, task.first, task.last, gate - gate_rows.m0 * count - column, count);
   const Rows up_rows = rows_of(op_->up.precision, task, scratch);
-  up_rows.product(followed(up_matrix, group(gate_after, after.first)), up_rows.m0, up_rows.m0 + rows,
-                  task.first, task.last, up - up_rows.m0 * count - column, count);
+  linear_product(kernels_, up_rows.input, followed(up_matrix, group(gate_after, after.first)), up_rows.m0,
+                 up_rows.m0 + rows, task.first, task.last, up - up_rows.m0 * count - column, count);
   const VectorKernels& vector = *kernels_.vector;
   add_bias(vector, op_->gate, expert, rows, column, count, gate);
   add_bias(vector, op_->up, expert, rows, column, count, up);
@@ -412,10 +392,7 @@ void ExpertsDownStage::run(int64_t index, int member) noexcept {
   const ExpertsState::Task& task = state.tasks[static_cast<size_t>(index)];
   const ActPrecision precision = op_->down.precision;
   const Buffer& hidden = *state.hidden;
-  const Product product{
-      kernels_, precision,
-      precision == ActPrecision::kFloat32 ? QuantizedRows{nullptr, 0} : hidden.quantized(precision).rows,
-      hidden.base, hidden.stride};
+  const LinearInput input{precision, hidden.quantized(precision).rows, hidden.base, hidden.stride};
   const int64_t column = task.first * kGroupRows;
   const int64_t count = std::min<int64_t>(task.last * kGroupRows, op_->down.of[0]->n) - column;
   const int64_t tile_rows = kTileValues / (kGroupRows * (task.last - task.first)) / kRowStep * kRowStep;
@@ -439,7 +416,8 @@ void ExpertsDownStage::run(int64_t index, int member) noexcept {
         followed(*op_->down.of[expert], group(next, is_last ? task.last : task.first));
     for (int64_t m = begin; m < end; m += tile_rows) {
       const int64_t stop = std::min(end, m + tile_rows);
-      product(matrix, m, stop, task.first, task.last, scratch - m * count - column, count);
+      linear_product(kernels_, input, matrix, m, stop, task.first, task.last, scratch - m * count - column,
+                     count);
       add_bias(*kernels_.vector, op_->down, expert, stop - m, column, count, scratch);
       for (int64_t entry = m; entry < stop; ++entry) {
         kernels_.vector->add_scaled(scratch + (entry - m) * count, entries[entry].share, count,

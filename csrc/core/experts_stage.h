@@ -12,6 +12,10 @@
 
 namespace tellin {
 
+// More are refused when a program is built: a row's scores lie on the stack.
+constexpr int64_t kMaxExperts = 1024;
+constexpr int64_t kMaxExpertsPerRow = 32;
+
 struct ExpertsShape {
   int64_t num_experts, top_k;
   int64_t width, inner;  // values of a row of x, and between the matrices of an expert

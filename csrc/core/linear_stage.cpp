@@ -230,13 +230,8 @@ bool LinearStage::find_maxima(Buffer& out) {
 
 void LinearStage::product(ActPrecision precision, const PackedMatrix& w, int64_t m0, int64_t m1,
                           const Chunk& chunk, float* out, int64_t ldo) const {
-  if (precision == ActPrecision::kInt8) {
-    kernels_.linear->linear_int8(w, x_->int8.rows, m0, m1, chunk.begin, chunk.end, out, ldo);
-  } else if (precision == ActPrecision::kInt16) {
-    kernels_.linear->linear_int16(w, x_->int16.rows, m0, m1, chunk.begin, chunk.end, out, ldo);
-  } else {
-    kernels_.linear->linear_f32(w, x_->base, x_->stride, m0, m1, chunk.begin, chunk.end, out, ldo);
-  }
+  const LinearInput x{precision, x_->quantized(precision).rows, x_->base, x_->stride};
+  linear_product(kernels_, x, w, m0, m1, chunk.begin, chunk.end, out, ldo);
 }
 
 }  // namespace tellin

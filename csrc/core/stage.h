@@ -102,6 +102,26 @@ inline void quantize_columns(const KernelTables& kernels, const std::vector<ActP
   }
 }
 
+// Rows of a matrix product's input: records of the precision, or floats.
+struct LinearInput {
+  ActPrecision precision;
+  QuantizedRows quantized;
+  const float* floats;
+  int64_t stride;  // of floats
+};
+
+// Products of rows [m0, m1) with output groups [g0, g1) of w.
+inline void linear_product(const KernelTables& kernels, const LinearInput& x, const PackedMatrix& w,
+                           int64_t m0, int64_t m1, int64_t g0, int64_t g1, float* out, int64_t ldo) {
+  if (x.precision == ActPrecision::kInt8) {
+    kernels.linear->linear_int8(w, x.quantized, m0, m1, g0, g1, out, ldo);
+  } else if (x.precision == ActPrecision::kInt16) {
+    kernels.linear->linear_int16(w, x.quantized, m0, m1, g0, g1, out, ldo);
+  } else {
+    kernels.linear->linear_f32(w, x.floats, x.stride, m0, m1, g0, g1, out, ldo);
+  }
+}
+
 class Stage {
  public:
   virtual ~Stage() = default;

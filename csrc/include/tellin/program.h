@@ -168,8 +168,6 @@ class Program {
   void set_adapter(int slot, const std::vector<LoraWeights>& weights);
   void clear_adapter(int slot);
   static constexpr int kMaxAdapterSlots = 4096;
-  static constexpr int64_t kMaxExperts = 1024;
-  static constexpr int64_t kMaxExpertsPerRow = 32;
 
   void forward(const StepInput& input);
   RowsView output() const { return view(output_); }
