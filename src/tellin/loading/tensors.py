@@ -7,6 +7,7 @@ enumeration).
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -161,6 +162,19 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class MambaHParams:
+    """Dimensions of Mamba2 layers."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    """Heads of a group share b and c."""
+    conv_kernel: int
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
+
+
+@dataclass(frozen=True)
 class ModelHParams:
     """A model's dimensions, whatever file format they came from (names: Hugging Face configs)."""
 
@@ -216,3 +230,8 @@ class ModelHParams:
     """Factor of the logits (Granite: one over ``logits_scaling``)."""
     position_offset: int = 0
     """Row of the position table that the first token takes (RoBERTa: padding id + 1)."""
+    layer_types: tuple[str, ...] = ()
+    """One per layer where they differ: full_attention, linear_attention, conv, mamba, mlp, moe."""
+    conv_kernel: int = 0
+    """Inputs that a short convolution sees (LFM2)."""
+    mamba: MambaHParams | None = None
