@@ -43,7 +43,7 @@ class NewRequestData(msgspec.Struct):
 
     ``rng_key`` seeds its counter-based randomness: the user's seed, or a random key drawn at
     admission. ``token_ids`` are all known ids (prompt, then outputs if it was preempted before its
-    first step).
+    first step). ``state_slot`` is its slot of recurrent states; -1 = the model has none.
     """
 
     req_id: str
@@ -57,6 +57,7 @@ class NewRequestData(msgspec.Struct):
     lora_request: LoRARequest | None = None
     mm_features: list[MultiModalFeature] | None = None
     prompt_embeds: Any = None
+    state_slot: int = -1
 
     def __repr__(self) -> str:  # never prompt contents in a log
         return (
@@ -69,8 +70,8 @@ class CachedRequestData(msgspec.Struct):
     """A request the worker already knows.
 
     ``new_block_ids`` are appended to its block table, or replace it when ``resumed`` (it was
-    preempted; then ``all_token_ids`` holds every known id). ``num_computed_tokens`` is the value
-    before this step.
+    preempted; then ``all_token_ids`` holds every known id, and ``state_slot`` is its new slot of
+    recurrent states). ``num_computed_tokens`` is the value before this step.
     """
 
     req_id: str
@@ -79,6 +80,7 @@ class CachedRequestData(msgspec.Struct):
     num_output_tokens: int
     resumed: bool = False
     all_token_ids: list[int] | None = None
+    state_slot: int = -1
 
 
 class SchedulerOutput(msgspec.Struct):
@@ -95,6 +97,10 @@ class SchedulerOutput(msgspec.Struct):
     outputs named by ``free_encoder_mm_hashes`` are dropped; then the items of each request that
     ``scheduled_encoder_inputs`` lists (indices into its ``mm_features``) are encoded and kept under
     their identifiers. An identifier may be in both, and is encoded anew then.
+
+    Of models with recurrent states: ``state_copies`` are (source, destination) slots to be copied,
+    one after the other, before anything is computed; ``state_saves`` lists (request id, number of
+    tokens, slot): the state after so many of the request's tokens is also written to that slot.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -111,6 +117,8 @@ class SchedulerOutput(msgspec.Struct):
     spec_token_limits: dict[str, int] = msgspec.field(default_factory=dict)
     scheduled_encoder_inputs: dict[str, list[int]] = msgspec.field(default_factory=dict)
     free_encoder_mm_hashes: list[str] = msgspec.field(default_factory=list)
+    state_copies: list[tuple[int, int]] = msgspec.field(default_factory=list)
+    state_saves: list[tuple[str, int, int]] = msgspec.field(default_factory=list)
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:
