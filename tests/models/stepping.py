@@ -24,9 +24,13 @@ class Stepper:
     lengths: dict[str, int] = field(default_factory=dict)
     blocks: dict[str, list[int]] = field(default_factory=dict)
     next_block: int = 1
+    slots: dict[str, int] = field(default_factory=dict)
+    """Of recurrent states: requests get them in order unless a test gives them."""
 
     def __post_init__(self) -> None:
         self.backend.init_kv_cache(self.num_blocks)
+        if self.backend.plan.state_layers:
+            self.backend.init_state_cache(self.num_blocks)
 
     def step(self, work: Sequence[tuple[str, Sequence[int]]]) -> list[np.ndarray]:
         """Append tokens to requests; logits of every new token, one array per item of ``work``."""
@@ -56,9 +60,17 @@ class Stepper:
             seq_lens=np.array([self.lengths[name] for name in names], dtype=np.int32),
             block_table=table,
             logits_indices=np.arange(len(tokens), dtype=np.int32),
+            state_slots=self._state_slots(names),
         )
         logits = np.array(self.backend.forward(batch))
         return [logits[a:b] for a, b in pairwise(starts)]
+
+    def _state_slots(self, names: Sequence[str]) -> np.ndarray | None:
+        if not self.backend.plan.state_layers:
+            return None
+        for name in names:
+            self.slots.setdefault(name, len(self.slots))
+        return np.array([self.slots[name] for name in names], dtype=np.int32)
 
 
 def logits_of(backend: Any, token_ids: Sequence[int]) -> np.ndarray:

@@ -36,3 +36,8 @@ class StepBatch:
     """``[E]`` the step's rows that ``embeds`` stands for, ascending."""
     token_types: npt.NDArray[np.int32] | None = None
     """``[T]`` which of a pair's texts each token belongs to; None = all to the first (0)."""
+    state_slots: npt.NDArray[np.int32] | None = None
+    """``[R]`` slot of each request's recurrent state, all different; needed if the plan has states.
+
+    A request whose first row is at position 0 begins from zeros, whatever lies in its slot.
+    """

@@ -94,6 +94,8 @@ class NativeBackend:
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
     ) -> None:
+        if plan.state_layers:
+            raise UnsupportedModelError("there are no native kernels for recurrent layers yet")
         precision = resolve_activation_precision(activation_precision)
         _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_DTYPES))
         if isa:
@@ -165,6 +167,21 @@ class NativeBackend:
         program = self._live()
         for source, target in src_dst_pairs:
             program.copy_kv_block(source, target)
+
+    # ---- recurrent states --------------------------------------------------------------------
+
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of one request's recurrent state, all layers together; 0 if the plan has none."""
+        return 0
+
+    def init_state_cache(self, num_slots: int) -> None:
+        """Reserve ``num_slots`` slots; what was in earlier ones is lost."""
+
+    def free_state_cache(self) -> None:
+        """Give the states' memory back to the system."""
+
+    def copy_states(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy slots, each ``(source, target)``, in the order given."""
 
     # ---- adapters ----------------------------------------------------------------------------
 

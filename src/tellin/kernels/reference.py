@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tellin.exceptions import EngineError, InvalidParameterError
+from tellin.kernels import reference_recurrent as recurrent
 from tellin.kernels.batch import StepBatch
 from tellin.loading.dequantize import dequantize
 from tellin.loading.tensors import TensorRef
@@ -62,6 +63,7 @@ class ReferenceBackend:
         self._values: dict[int, Floats] = {}
         self._adapters: dict[int, Mapping[str, tuple[Floats, Floats]]] = {}
         self._kv_cache: list[tuple[Floats, Floats]] | None = None
+        self._states = recurrent.StatePool(plan.state_layers)
         self._batch: StepBatch | None = None
         self.info: dict[str, Any] = {
             "backend": "reference",
@@ -96,6 +98,26 @@ class ReferenceBackend:
                 keys[dst] = keys[src]
                 values[dst] = values[src]
 
+    # ---- recurrent states --------------------------------------------------------------------
+
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of one request's recurrent state, all layers together; 0 if the plan has none."""
+        return self._states.bytes_per_slot()
+
+    def init_state_cache(self, num_slots: int) -> None:
+        """Make ``num_slots`` slots; what was in earlier ones is lost."""
+        self._states.allocate(num_slots)
+
+    def free_state_cache(self) -> None:
+        """Give the states' memory back."""
+        self._states.free()
+
+    def copy_states(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy slots, each ``(source, target)``, in the order given."""
+        self._states.copy(pairs)
+
+    # ---- adapters ----------------------------------------------------------------------------
+
     def set_adapter(self, slot: int, weights: Mapping[str, tuple[Floats, Floats]]) -> None:
         """Put a LoRA adapter into a slot: by site, A ``[rank, in]`` and B ``[out, rank]``."""
         self._adapters[slot] = dict(weights)
@@ -107,6 +129,7 @@ class ReferenceBackend:
     def close(self) -> None:
         """Give all memory back; the backend cannot run afterwards."""
         self._kv_cache = None
+        self._states.free()
         self._weights.clear()
         self._values.clear()
 
@@ -119,6 +142,7 @@ class ReferenceBackend:
         """
         if not self._weights:
             raise EngineError("the backend is closed; make a new one")
+        self._states.check(batch)
         self._batch = batch
         self._values.clear()
         with np.errstate(over="ignore", under="ignore"):
@@ -317,6 +341,36 @@ class ReferenceBackend:
         )
         return _by_head(keys), _by_head(values)
 
+    def _short_conv(self, op: ir.ShortConv) -> None:
+        x = self._get(op.x)
+        weight = self._weights[op.weight].reshape(op.x.width, op.kernel)
+        bias = None if op.bias is None else self._weights[op.bias]
+        act = None if op.act is None else _ACTIVATIONS[op.act]
+        out = np.empty_like(x)
+        for rows, state in self._states.requests(self._step(), op.state):
+            out[rows] = recurrent.short_conv(x[rows], weight, bias, act, state)
+        self._set(op.out, out)
+
+    def _gated_delta(self, op: ir.GatedDelta) -> None:
+        operands = [self._get(x) for x in (op.q, op.k, op.v, op.a, op.b)]
+        decay = recurrent.decay_factor(self._weights[op.decay], op.log_decay)
+        out = np.empty_like(operands[2])
+        for rows, state in self._states.requests(self._step(), op.state):
+            q, k, v, a, b = (x[rows] for x in operands)
+            dt_bias = self._weights[op.dt_bias]
+            out[rows] = recurrent.gated_delta(op, q, k, v, a, b, decay, dt_bias, state)
+        self._set(op.out, out)
+
+    def _selective_scan(self, op: ir.SelectiveScan) -> None:
+        operands = [self._get(x) for x in (op.x, op.b, op.c, op.dt)]
+        decay = recurrent.decay_factor(self._weights[op.decay], op.log_decay)
+        skip, dt_bias = self._weights[op.skip], self._weights[op.dt_bias]
+        out = np.empty_like(operands[0])
+        for rows, state in self._states.requests(self._step(), op.state):
+            x, b, c, dt = (operand[rows] for operand in operands)
+            out[rows] = recurrent.selective_scan(op, x, b, c, dt, decay, skip, dt_bias, state)
+        self._set(op.out, out)
+
     def _act_mul(self, op: ir.ActMul) -> None:
         self._set(op.out, _gated(op.act, self._get(op.gate), self._get(op.up)))
 
@@ -427,6 +481,14 @@ def _relu(x: Floats) -> Floats:
     return np.maximum(x, np.float32(0))
 
 
+def _sigmoid(x: Floats) -> Floats:
+    return np.asarray(np.float32(1) / (1 + np.exp(-x)))
+
+
+def _identity(x: Floats) -> Floats:
+    return x
+
+
 def _gated(act: str, gate: Floats, up: Floats) -> Floats:
     """``act(gate) * up``, see `ir.ActMul`."""
     if act != "swiglu_oai":
@@ -442,6 +504,8 @@ _ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
     "gelu_tanh": _gelu_tanh,
     "quick_gelu": _quick_gelu,
     "relu": _relu,
+    "sigmoid": _sigmoid,
+    "identity": _identity,
 }
 
 _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
@@ -457,6 +521,9 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Lora: ReferenceBackend._lora,
     ir.Rope: ReferenceBackend._rope,
     ir.Attention: ReferenceBackend._attention,
+    ir.ShortConv: ReferenceBackend._short_conv,
+    ir.GatedDelta: ReferenceBackend._gated_delta,
+    ir.SelectiveScan: ReferenceBackend._selective_scan,
     ir.ActMul: ReferenceBackend._act_mul,
     ir.Activation: ReferenceBackend._activation,
     ir.Add: ReferenceBackend._add,

@@ -9,9 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 
 from tellin.exceptions import UnsupportedModelError
-from tellin.models.plan.builder import PlanBuilder, WeightSource
+from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Plan
 from tellin.models.plan.passes import optimize, with_lora
+from tellin.models.plan.recorder import WeightSource
 
 _ARCHITECTURES = {
     "bert": "bert",

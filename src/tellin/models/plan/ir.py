@@ -9,7 +9,9 @@ any operation whose values do not depend on a position may run on logit rows (th
 work there).
 
 Every operation treats each row by itself, except `Attention`, which reads the request's own KV
-cache. So a row's result cannot depend on what else is in the step.
+cache, and the recurrences (`ShortConv`, `GatedDelta`, `SelectiveScan`), which go from row to row of
+a request and keep what they need of earlier rows in its state. So a row's result cannot depend on
+what else is in the step, nor on how a request's rows were spread over steps.
 
 The module knows no kernels and no files: weights are `TensorRef`s, passed on untouched.
 """
@@ -59,6 +61,13 @@ class KVCacheLayer:
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class StateLayer:
+    """What one recurrence keeps of a request: ``num_values`` float32, however long it is."""
+
+    num_values: int
 
 
 @dataclass(frozen=True)
@@ -305,9 +314,92 @@ class Attention(Op):
 
 
 @dataclass(frozen=True)
+class ShortConv(Op):
+    """Causal convolution of each column with the request's own rows before.
+
+    ``out[t, c] = act(sum_j weight[c, j] * x[t - (kernel - 1) + j, c] + bias[c])``; rows before
+    position 0 are zeros. weight ``(width, kernel)`` or ``(width, 1, kernel)``, bias ``(width,)``;
+    act as in `Activation`, or None. State ``[kernel - 1, width]``: the last rows of x.
+    Source: Gulati et al. 2020 (Conformer), section 2.2; Gu & Dao 2023 (Mamba), section 3.4.
+    """
+
+    x: Buffer
+    weight: TensorRef
+    bias: TensorRef | None
+    out: Buffer
+    state: int
+    act: str | None = None
+
+    @property
+    def kernel(self) -> int:
+        """Rows that a result is made of."""
+        return self.weight.shape[-1]
+
+
+@dataclass(frozen=True)
+class GatedDelta(Op):
+    """The gated delta rule, for each value head a matrix S ``[head_k_dim, head_v_dim]`` as state.
+
+    With q' and k' a head of ``q`` and ``k`` over their length, each ``x / sqrt(|x|^2 + 1e-6)``:
+    ``S <- exp(A softplus(a + dt_bias)) S``, then ``S <- S + sigmoid(b) k' (v - S^T k')^T`` and
+    ``out = S^T q' / sqrt(head_k_dim)``. ``q``, ``k`` ``[num_tokens, num_k_heads * head_k_dim]``,
+    ``v``, ``out`` ``[num_tokens, num_v_heads * head_v_dim]``; ``a`` and ``b`` have a value for each
+    value head. Value head h uses key head ``h // (num_v_heads / num_k_heads)``, with ``tiled`` head
+    ``h % num_k_heads``. ``decay`` and ``dt_bias`` hold num_v_heads values; A is ``-exp(decay)`` or,
+    unless ``log_decay``, decay itself. Source: Yang et al. 2024 (Gated Delta Networks), eq. 10.
+    """
+
+    q: Buffer
+    k: Buffer
+    v: Buffer
+    a: Buffer
+    b: Buffer
+    decay: TensorRef
+    dt_bias: TensorRef
+    out: Buffer
+    state: int
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    log_decay: bool = True
+    tiled: bool = False
+
+
+@dataclass(frozen=True)
+class SelectiveScan(Op):
+    """Mamba 2's recurrence, for each head a matrix h ``[head_dim, state_dim]`` as state.
+
+    With d the row's dt + dt_bias of the head, ``d <- min(max(softplus(d), dt_min), dt_max)``:
+    ``h <- exp(A d) h + d x b^T`` and ``out = h c + D x``. ``x``, ``out``
+    ``[num_tokens, num_heads * head_dim]``; ``b``, ``c`` ``[num_tokens, num_groups * state_dim]``,
+    of which head h uses group ``h // (num_heads / num_groups)``; ``dt`` has a value for each head,
+    as ``decay``, ``skip`` (D) and ``dt_bias`` have; A is ``-exp(decay)`` or, unless ``log_decay``,
+    decay itself. Source: Dao & Gu 2024 (Mamba-2), eq. 16 and section 7.
+    """
+
+    x: Buffer
+    b: Buffer
+    c: Buffer
+    dt: Buffer
+    decay: TensorRef
+    skip: TensorRef
+    dt_bias: TensorRef
+    out: Buffer
+    state: int
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    log_decay: bool = True
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+
+
+@dataclass(frozen=True)
 class ActMul(Op):
     """``out = act(gate) * up``. ``out`` may be either input. act: silu, gelu, gelu_tanh,
-    quick_gelu, relu.
+    quick_gelu, relu, sigmoid, identity.
 
     ``swiglu_oai`` cuts both: with g = min(gate, 7) and u = up within [-7, 7],
     ``out = g * sigmoid(1.702 g) * (u + 1)``. Source: OpenAI 2025 (gpt-oss model card), section 2.
@@ -404,6 +496,8 @@ class Plan:
     vocab_size: int
     hidden_size: int
     hidden: Buffer | None = None
+    state_layers: tuple[StateLayer, ...] = ()
+    """By number, what the recurrences keep of a request."""
 
     @property
     def lora_sites(self) -> dict[str, tuple[int, int]]:

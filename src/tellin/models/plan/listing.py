@@ -32,6 +32,8 @@ class PlanCost:
     """Weight bytes read to decode one token: of an embedding one row."""
     kv_values_per_token: int
     """Keys and values of all layers, in numbers."""
+    state_values: int = 0
+    """What the recurrences keep of a request, however long it is, in numbers."""
 
 
 def plan_cost(plan: Plan) -> PlanCost:
@@ -46,6 +48,7 @@ def plan_cost(plan: Plan) -> PlanCost:
         kv_values_per_token=sum(
             2 * layer.num_kv_heads * layer.head_dim for layer in plan.kv_layers
         ),
+        state_values=sum(layer.num_values for layer in plan.state_layers),
     )
 
 
@@ -150,8 +153,8 @@ def _sections(ops: Sequence[Op]) -> Iterable[tuple[int | None, int, int]]:
 
 
 def _anonymous(block: list[str]) -> tuple[str, ...]:
-    """Lines without what differs between equal layers: the number of the cache's layer."""
-    return tuple(re.sub(r"kv layer \d+", "kv layer", line) for line in block)
+    """Lines without what differs between equal layers: numbers of cache layers and states."""
+    return tuple(re.sub(r"(kv layer|state) \d+", r"\1", line) for line in block)
 
 
 def _describe(op: Op) -> str:
@@ -231,6 +234,23 @@ def _attention(op: ir.Attention) -> str:
     return f"attend({operands}) {op.num_heads}/{op.num_kv_heads} heads, {mask}"
 
 
+def _gated_delta(op: ir.GatedDelta) -> str:
+    operands = ", ".join(map(_name, (op.q, op.k, op.v, op.a, op.b)))
+    heads = f"{op.num_v_heads}/{op.num_k_heads} heads x {op.head_k_dim} x {op.head_v_dim}"
+    return f"gated_delta({operands}) {heads}, state {op.state}"
+
+
+def _selective_scan(op: ir.SelectiveScan) -> str:
+    operands = ", ".join(map(_name, (op.x, op.b, op.c, op.dt)))
+    heads = f"{op.num_heads}/{op.num_groups} heads x {op.head_dim} x {op.state_dim}"
+    return f"scan({operands}) {heads}, state {op.state}"
+
+
+def _short_conv(op: ir.ShortConv) -> str:
+    text = f"conv({_name(op.x)}) over {op.kernel} rows, state {op.state}"
+    return text if op.act is None else f"{op.act}({text})"
+
+
 def _lora(op: ir.Lora) -> str:
     return ", ".join(
         f"{_name(out)} + B{i} (A{i} {_name(op.x)})" for i, (_, out) in enumerate(op.parts, 1)
@@ -250,6 +270,9 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.Lora: _lora,
     ir.Rope: _rope,
     ir.Attention: _attention,
+    ir.ShortConv: _short_conv,
+    ir.GatedDelta: _gated_delta,
+    ir.SelectiveScan: _selective_scan,
     ir.ActMul: lambda op: f"{op.act}({_name(op.gate)}) * {_name(op.up)}",
     ir.Activation: lambda op: f"{op.act}({_name(op.x)})",
     ir.Add: lambda op: f"{_name(op.x)} + {_name(op.y)}",
@@ -293,6 +316,11 @@ def _totals(plan: Plan) -> list[str]:
         lines.append(
             f"KV cache   {values:,} values per token in {len(plan.kv_layers)} layers: "
             f"{2 * values:,} bytes as float16, {4 * values:,} as float32"
+        )
+    if plan.state_layers:
+        lines.append(
+            f"states     {cost.state_values:,} values per request in {len(plan.state_layers)} "
+            f"recurrences: {4 * cost.state_values:,} bytes"
         )
     return lines
 
