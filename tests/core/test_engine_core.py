@@ -475,7 +475,7 @@ def test_a_sampler_that_raises_leaves_nothing_pending() -> None:
     driver.check_lone("b", 4)
 
 
-@pytest.mark.parametrize("place", ["_schedule_decodes", "_build_output", "apply", "admit", "pop"])
+@pytest.mark.parametrize("place", ["schedule_decodes", "_build_output", "apply", "admit", "pop"])
 @pytest.mark.parametrize("after", [True, False])
 def test_ctrl_c_in_the_scheduler_is_survived(place: str, after: bool) -> None:
     """Wherever the interrupt hits, the next step finds a consistent engine."""
@@ -486,6 +486,7 @@ def test_ctrl_c_in_the_scheduler_is_survived(place: str, after: bool) -> None:
     driver.step()
     scheduler = driver.scheduler
     owner: Any = {
+        "schedule_decodes": scheduler.work,
         "apply": scheduler.results,
         "admit": scheduler.kv_cache_manager,
         "pop": scheduler.room,

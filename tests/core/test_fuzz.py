@@ -107,7 +107,7 @@ def run_one(seed: int) -> Counter[str]:
 def watch(driver: Driver, counts: Counter[str]) -> None:
     """Count preemptions, rollbacks, deferrals, copies, drafts."""
     scheduler: Any = driver.scheduler
-    preempt, defer = scheduler._preempt, scheduler.admission._defer
+    preempt, defer = scheduler.preempt, scheduler.admission._defer
     execute = driver.executor.execute_model
 
     def counted_preempt(request: Any) -> None:
@@ -126,7 +126,7 @@ def watch(driver: Driver, counts: Counter[str]) -> None:
         counts["preempting steps"] += bool(step.preempted_req_ids)
         return execute(step, non_block)
 
-    scheduler._preempt = counted_preempt
+    scheduler.preempt = counted_preempt
     scheduler.admission._defer = counted_defer
     driver.executor.execute_model = counted_execute  # type: ignore[method-assign]
 

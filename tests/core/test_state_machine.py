@@ -153,7 +153,7 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler = self.driver.scheduler
         if scheduler.running:
             victim = scheduler.running[-1]
-            scheduler._preempt(victim)
+            scheduler.preempt(victim)
             scheduler.reset_preempted_req_ids.add(victim.request_id)
 
     @rule(mode=st.sampled_from(["keep", "wait"]))

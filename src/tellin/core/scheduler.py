@@ -19,7 +19,8 @@ from tellin.core.kv_cache_manager import KVCacheManager
 from tellin.core.kv_cache_metrics import KVCacheMetricsCollector
 from tellin.core.kv_events import KVEventRecorder
 from tellin.core.request import Request, RequestStatus
-from tellin.core.step_plan import NO_BLOCKS, StepPlan
+from tellin.core.running_work import RunningWork
+from tellin.core.step_plan import StepPlan
 from tellin.core.step_results import StepResults
 from tellin.core.structured_output import StructuredOutputManager
 from tellin.core.waiting_room import WaitingRoom
@@ -33,11 +34,7 @@ from tellin.protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
 )
-from tellin.step_protocol import CachedRequestData, ModelRunnerOutput, SchedulerOutput
-
-MIN_PREFILL_CHUNK = 32
-"""A prompt that leaves budget to others still gets this many tokens a step (or half of the whole
-budget): a smaller chunk costs a pass over the weights almost as long."""
+from tellin.step_protocol import ModelRunnerOutput, SchedulerOutput
 
 _RUNNING = RequestStatus.RUNNING
 
@@ -65,7 +62,6 @@ class Scheduler:
         self.config = config
         self.max_num_seqs = scheduler_config.max_num_seqs
         self.max_model_len = config.model_config.max_model_len
-        self.long_prefill_token_threshold = scheduler_config.long_prefill_token_threshold
         self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
         self.num_spec_tokens = spec.num_speculative_tokens if spec is not None else 0
         writes_kv = spec is not None and spec.method == "draft_model"
@@ -81,7 +77,6 @@ class Scheduler:
                     parameter="max_num_batched_tokens",
                     value=scheduler_config.max_num_batched_tokens,
                 )
-        self._min_prefill_chunk = min(MIN_PREFILL_CHUNK, self.max_num_scheduled_tokens // 2)
         sample = cache_config.kv_cache_metrics_sample
         self.kv_cache_manager = KVCacheManager(
             num_kv_blocks,
@@ -110,6 +105,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.pause_state = PauseState.UNPAUSED
         self.plan: StepPlan | None = None
+        self.work = RunningWork(self)
         self.results = StepResults(self)
 
     # ------------------------------------------------------------------ requests come and go
@@ -231,150 +227,21 @@ class Scheduler:
         if self.room.blocked:
             self._poll_blocked()
         if self.pause_state is not PauseState.PAUSED_ALL:
-            self._schedule_decodes(plan)
-            capped = self._schedule_prefill_chunks(plan) if plan.prefills else []
+            preempted_only = self.pause_state is PauseState.PAUSED_NEW
+            self.work.schedule_decodes(plan)
+            capped: list[Request] = []
+            if plan.prefills:
+                capped = self.work.schedule_prefill_chunks(plan, preempted_only)
             if not plan.preempted_ids:
-                preempted_only = self.pause_state is PauseState.PAUSED_NEW
                 self.admission.run(plan, self.running, preempted_only)
             for request in capped:
-                self._top_up(request, plan)
+                self.work.top_up(request, plan)
         output = self._build_output(plan)
         if self._checker is not None:
             self._checker.scheduled(self, output)
         return output
 
-    def _schedule_decodes(self, plan: StepPlan) -> None:
-        """One token, plus drafts, for every request of which only the last id is uncomputed.
-
-        The rest go to ``plan.prefills``. The first branch is what nearly every request takes in
-        nearly every step; it avoids calls.
-        """
-        budget = plan.budget
-        lookahead = self.num_lookahead_tokens
-        spare = budget - len(self.running)  # what drafts may use: every decode gets its one token
-        num_scheduled_tokens, add_request = plan.num_scheduled_tokens, plan.requests.append
-        for request in tuple(self.running):
-            num_computed = request.num_computed_tokens
-            if (
-                request.num_tokens - num_computed != 1
-                or request.status is not _RUNNING
-                or (request.mm_features and num_computed < request.num_prompt_tokens)
-            ):
-                if request.status is _RUNNING:
-                    plan.prefills.append(request)
-                continue
-            if num_computed + lookahead < request.num_slots and not request.spec_token_ids:
-                plan.cached.append(
-                    CachedRequestData(
-                        request.request_id,
-                        NO_BLOCKS,
-                        num_computed,
-                        num_computed + 1 - request.num_prompt_tokens,
-                    )
-                )
-                request.num_computed_tokens = num_computed + 1
-                num_scheduled_tokens[request.request_id] = 1
-                add_request(request)
-                budget -= 1
-                continue
-            plan.budget = budget
-            spare -= self._schedule_decode_with_drafts(request, plan, spare)
-            budget = plan.budget
-            add_request = plan.requests.append
-        plan.budget = budget
-
-    def _schedule_decode_with_drafts(self, request: Request, plan: StepPlan, spare: int) -> int:
-        """Returns how many draft tokens were scheduled."""
-        drafts = request.spec_token_ids
-        request.spec_token_ids = []
-        if drafts:
-            num_drafts = min(len(drafts), spare, request.max_total_tokens - request.num_tokens - 1)
-            if self.kv_cache_manager.pool.get_num_free_blocks() < len(self.running):
-                # Drafts must not take the block that another needs for its next token.
-                num_slots = request.num_slots - self.num_lookahead_tokens
-                num_drafts = min(num_drafts, num_slots - request.num_computed_tokens - 1)
-            drafts = drafts[: max(0, num_drafts)]
-        if drafts:
-            new_block_ids = self.kv_cache_manager.allocate_slots(request, 1 + len(drafts))
-            if new_block_ids is not None:
-                plan.add_running(request, 1 + len(drafts), new_block_ids)
-                plan.spec_token_ids[request.request_id] = drafts
-                return len(drafts)
-        self._schedule_running(request, 1, plan)
-        return 0
-
-    def _schedule_prefill_chunks(self, plan: StepPlan) -> list[Request]:
-        """A chunk for every running request whose prompt is in progress.
-
-        Fairness: a prompt that cannot be finished in this step leaves half of the budget to those
-        behind it, in the running set or in line; returns such prompts, to be topped up with what
-        the others did not use.
-        """
-        capped = []
-        line = self.room.has_candidates(self.pause_state is PauseState.PAUSED_NEW)
-        for index, request in enumerate(plan.prefills):
-            if plan.budget < 1:
-                break
-            if request.status is not _RUNNING:
-                continue
-            num_tokens = request.num_tokens - request.num_computed_tokens
-            if 0 < self.long_prefill_token_threshold < num_tokens:
-                num_tokens = self.long_prefill_token_threshold
-            if num_tokens > plan.budget:
-                num_tokens = plan.budget
-                if line or index + 1 < len(plan.prefills):
-                    num_tokens = min(num_tokens, max(num_tokens // 2, self._min_prefill_chunk))
-                    capped.append(request)
-            if request.mm_features:
-                start = request.num_computed_tokens
-                num_tokens = self.encoder_inputs.fit(request, start, num_tokens, plan)
-                if num_tokens == 0:  # others hold the encoder's cache, or have used its budget
-                    self.encoder_inputs.release_unused(request)
-                    continue
-            self._schedule_running(request, num_tokens, plan)
-            if request.num_computed_tokens == request.num_tokens:
-                self.room.dirty = True  # a prompt less in progress
-        return capped
-
-    def _schedule_running(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
-        """Plan a running request; preempts others, or itself, when blocks are short."""
-        while True:
-            new_block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
-            if new_block_ids is not None:
-                if request.mm_features:
-                    start = request.num_computed_tokens
-                    self.encoder_inputs.commit(request, start, num_tokens, plan)
-                plan.add_running(request, num_tokens, new_block_ids)
-                return
-            # The last in the policy's order pays: the first of them is never preempted, and ends.
-            victim = max(self.running, key=self.room.key)
-            plan.take_out(victim)
-            if victim.mm_features:
-                self.encoder_inputs.take_out(victim, plan)
-            self._preempt(victim)
-            plan.preempted_ids.add(victim.request_id)
-            if victim is request:
-                return
-
-    def _top_up(self, request: Request, plan: StepPlan) -> None:
-        num_planned = plan.num_scheduled_tokens.get(request.request_id, 0)
-        num_tokens = min(request.num_tokens - request.num_computed_tokens, plan.budget)
-        if self.long_prefill_token_threshold > 0:
-            num_tokens = min(num_tokens, self.long_prefill_token_threshold - num_planned)
-        if num_planned == 0 or num_tokens <= 0:
-            return
-        start = request.num_computed_tokens
-        if request.mm_features:
-            num_tokens = self.encoder_inputs.fit(request, start, num_tokens, plan)
-            if num_tokens == 0:
-                return
-        new_block_ids = self.kv_cache_manager.allocate_slots(request, num_tokens)
-        if new_block_ids is not None:
-            if request.mm_features:
-                self.encoder_inputs.commit(request, start, num_tokens, plan)
-            plan.extend_running(request, num_tokens, new_block_ids)
-
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Take the blocks away; known ids, grammar and randomness are kept, KV is recomputed."""
         self.running.remove(request)
         self.release_blocks(request)
@@ -534,7 +401,7 @@ class Scheduler:
         """
         if reset_running_requests:
             for request in reversed(list(self.running)):
-                self._preempt(request)
+                self.preempt(request)
                 self.reset_preempted_req_ids.add(request.request_id)
         return self.kv_cache_manager.reset_prefix_cache()
 
