@@ -41,9 +41,8 @@ class RunningWork:
         """
         budget = plan.budget
         lookahead = self._lookahead
-        spare = budget - len(
-            self._scheduler.running
-        )  # what drafts may use: every decode gets its one token
+        running = tuple(self._scheduler.running)
+        spare = budget - len(running)  # what drafts may use: every decode gets its one token
         num_scheduled_tokens, add_request = plan.num_scheduled_tokens, plan.requests.append
         for request in running:
             num_computed = request.num_computed_tokens
