@@ -1,0 +1,281 @@
+"""Compiles a plan into a native program: each operation becomes `_C.Program` calls.
+
+Owns the translation of operations, the numbering of buffers, weights and vectors, and the order in
+which weights are packed. It runs nothing: `tellin.kernels.native` does, with what comes out of it.
+A plan that the program refuses has a shape or a weight without a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tellin.exceptions import UnsupportedModelError
+from tellin.kernels import _C
+from tellin.kernels.file_pages import release_pages
+from tellin.kernels.packing import Identity, identity, pack, require_finite, tensor_arguments
+from tellin.loading.tensors import TensorRef
+from tellin.models.plan import ir
+
+_NONE = -1
+
+
+def _sensitive_weights(plan: ir.Plan) -> frozenset[Identity]:
+    """Weights that make attention values, and the one that makes the logits."""
+    weight_of: dict[int, TensorRef] = {}  # by buffer: the layer that filled it last
+    found: list[TensorRef | None] = []
+    for op in plan.ops:
+        if isinstance(op, ir.Attention):
+            found.append(weight_of.get(op.v.id))
+        if isinstance(op, ir.MultiLinear):
+            weight_of |= {out.id: weight for weight, _, out in op.parts}
+        elif isinstance(op, ir.Linear):
+            weight_of[op.out.id] = op.weight
+        elif not set(op.writes) <= set(op.reads):
+            for buffer in op.writes:
+                weight_of.pop(buffer.id, None)
+    found.append(weight_of.get(plan.output.id))
+    return frozenset(identity(tensor) for tensor in found if tensor is not None)
+
+
+class Compiler:
+    """Translates one plan into calls of a fresh program, then packs the weights."""
+
+    def __init__(self, program: _C.Program, plan: ir.Plan, precision: str) -> None:
+        self.program = program
+        self.plan = plan
+        self.precision = "int8" if precision == "mixed" else precision
+        self.precise = _sensitive_weights(plan) if precision == "mixed" else frozenset()
+        self.buffers: dict[int, int] = {}
+        self.weights: dict[Identity, int] = {}
+        self.packed: list[tuple[int, TensorRef]] = []
+        self.tables: list[TensorRef] = []
+        self.vectors: dict[tuple[int, float], int] = {}
+        self.rotaries: dict[ir.RotaryTable, int] = {}
+        self.op_stages: list[int] = []
+        self.stage_parts: dict[int, int] = {}
+        self.lora_sites: dict[str, int] = {}
+
+    def run(self) -> None:
+        for buffer in self.plan.buffers:
+            logit_rows = buffer.rows is ir.Rows.LOGITS
+            self.buffers[buffer.id] = self.program.add_buffer(buffer.width, logit_rows)
+        for layer in self.plan.kv_layers:
+            self._call(None, self.program.add_kv_layer, layer.num_kv_heads, layer.head_dim)
+        for op in self.plan.ops:
+            _EMIT[type(op)](self, op)
+            # Joined a chain of row operations, or its main stage is the last it made.
+            self.op_stages.append(self.program.num_stages - 1)
+        hidden = _NONE if self.plan.hidden is None else self.buffers[self.plan.hidden.id]
+        self.program.finalize(self.buffers[self.plan.output.id], hidden, self.plan.vocab_size)
+        for weight, tensor in self.packed:
+            pack(self.program, weight, tensor)
+        for table in self.tables:
+            if identity(table) not in self.weights:  # else looked at while it was packed
+                require_finite(table)
+                release_pages(table.data)
+
+    def _call(self, op: ir.Op | None, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the program; what it refuses is a plan that this backend cannot run."""
+        try:
+            return function(*args)
+        except ValueError as error:
+            names = [] if op is None else [t.name for t in op.weights]
+            tensors = ", ".join(names if len(names) < 8 else [names[0], "...", names[-1]])
+            where = "" if op is None else f"{type(op).__name__}({tensors}): "
+            raise UnsupportedModelError(f"{where}{error}") from None
+
+    # ---- operands ----------------------------------------------------------------------------
+
+    def _buffer(self, buffer: ir.Buffer) -> int:
+        return self.buffers[buffer.id]
+
+    def _weight(self, op: ir.Op, tensor: TensorRef) -> int:
+        # Tied matrices are two references to the same bytes: packed once.
+        key = identity(tensor)
+        if key not in self.weights:
+            precision = "int16" if key in self.precise else self.precision
+            quant_type, data, rows, columns = tensor_arguments(tensor)
+            if tensor.reader is None:
+                arguments: tuple[Any, ...] = (quant_type, data, rows, columns, precision)
+                weight = self._call(op, self.program.add_weight, *arguments)
+            else:
+                arguments = (quant_type, rows, columns, precision)
+                weight = self._call(op, self.program.add_row_weight, *arguments)
+            self.weights[key] = weight
+            self.packed.append((weight, tensor))
+        return self.weights[key]
+
+    def _vector(self, op: ir.Op, tensor: TensorRef | None, offset: float = 0.0) -> int:
+        if tensor is None:
+            return _NONE
+        key = (id(tensor), offset)
+        if key not in self.vectors:
+            require_finite(tensor)
+            vector: int = self._call(op, self.program.add_vector, *tensor_arguments(tensor), offset)
+            self.vectors[key] = vector
+        return self.vectors[key]
+
+    def _rotary(self, op: ir.Op, table: ir.RotaryTable) -> int:
+        if table not in self.rotaries:
+            rotary: int = self._call(
+                op, self.program.add_rotary, list(table.inv_freq), table.attention_factor
+            )
+            self.rotaries[table] = rotary
+        return self.rotaries[table]
+
+    # ---- operations --------------------------------------------------------------------------
+
+    def _embed(self, op: ir.Embed) -> None:
+        self.tables.append(op.weight)
+        self._call(
+            op, self.program.embed, *tensor_arguments(op.weight), self._buffer(op.out), op.scale
+        )
+
+    def _input(self, op: ir.Input) -> None:
+        self._call(op, self.program.input, self._buffer(op.out))
+
+    def _rms_norm(self, op: ir.RmsNorm) -> None:
+        weight = self._vector(op, op.weight, op.weight_offset)
+        self._call(
+            op,
+            self.program.rms_norm,
+            self._buffer(op.x),
+            weight,
+            self._buffer(op.out),
+            op.eps,
+            op.group or 0,
+        )
+
+    def _layer_norm(self, op: ir.LayerNorm) -> None:
+        weight, bias = self._vector(op, op.weight), self._vector(op, op.bias)
+        x, out = self._buffer(op.x), self._buffer(op.out)
+        self._call(op, self.program.layer_norm, x, weight, bias, out, op.eps)
+
+    def _linear(self, op: ir.Linear) -> None:
+        part = (self._weight(op, op.weight), self._vector(op, op.bias), self._buffer(op.out))
+        residual = _NONE if op.residual is None else self._buffer(op.residual)
+        self._call(op, self.program.linear, self._buffer(op.x), [part], residual)
+
+    def _multi_linear(self, op: ir.MultiLinear) -> None:
+        parts = [
+            (self._weight(op, weight), self._vector(op, bias), self._buffer(out))
+            for weight, bias, out in op.parts
+        ]
+        self._call(op, self.program.linear, self._buffer(op.x), parts, _NONE)
+
+    def _gated_linear(self, op: ir.GatedLinear) -> None:
+        out = self._buffer(op.out)
+        gate = (self._weight(op, op.gate), self._vector(op, op.gate_bias), out)
+        up = (self._weight(op, op.up), self._vector(op, op.up_bias), out)
+        self._call(op, self.program.gated_linear, self._buffer(op.x), gate, up, out, op.act)
+
+    def _experts(self, op: ir.Experts) -> None:
+        x, router, out = self._buffer(op.x), self._buffer(op.router), self._buffer(op.out)
+        parts = (op.gate, op.gate_bias), (op.up, op.up_bias), (op.down, op.down_bias)
+        matrices = [
+            ([self._weight(op, w) for w in weights], [self._vector(op, b) for b in biases])
+            for weights, biases in parts
+        ]
+        self._call(
+            op, self.program.experts, x, router, *matrices, out, op.act, op.top_k, op.normalize,
+            op.scoring == "sigmoid", self._vector(op, op.selection_bias), op.scale,
+        )  # fmt: skip
+        last = self.program.num_stages - 1  # choosing, gate and up, down
+        self.stage_parts |= {last - 2: last, last - 1: last}
+
+    def _gate_rows(self, op: ir.GateRows) -> None:
+        x, gate, out = self._buffer(op.x), self._buffer(op.gate), self._buffer(op.out)
+        self._call(op, self.program.gate_rows, x, gate, out)
+
+    def _lora(self, op: ir.Lora) -> None:
+        outs = [self._buffer(out) for out in op.writes]
+        first: int = self._call(op, self.program.lora, self._buffer(op.x), outs, op.max_rank)
+        self.lora_sites |= {site: first + i for i, (site, _) in enumerate(op.parts)}
+
+    def _rope(self, op: ir.Rope) -> None:
+        self._call(
+            op,
+            self.program.rope,
+            self._buffer(op.x),
+            self._rotary(op, op.table),
+            op.num_heads,
+            op.head_dim,
+            op.interleaved,
+        )
+
+    def _attention(self, op: ir.Attention) -> None:
+        self._call(
+            op,
+            self.program.attention,
+            self._buffer(op.q),
+            self._buffer(op.k),
+            self._buffer(op.v),
+            self._buffer(op.out),
+            op.layer,
+            op.num_heads,
+            op.num_kv_heads,
+            op.head_dim,
+            op.scale,
+            op.sliding_window or 0,
+            op.softcap or 0.0,
+            op.causal,
+            self._vector(op, op.sinks),
+        )
+
+    def _act_mul(self, op: ir.ActMul) -> None:
+        gate, up, out = self._buffer(op.gate), self._buffer(op.up), self._buffer(op.out)
+        self._call(op, self.program.act_mul, gate, up, out, op.act)
+
+    def _activation(self, op: ir.Activation) -> None:
+        self._call(op, self.program.activation, self._buffer(op.x), self._buffer(op.out), op.act)
+
+    def _add(self, op: ir.Add) -> None:
+        x, y, out = self._buffer(op.x), self._buffer(op.y), self._buffer(op.out)
+        self._call(op, self.program.add, x, y, out)
+
+    def _add_bias(self, op: ir.AddBias) -> None:
+        self._call(op, self.program.add_bias, self._buffer(op.x), self._vector(op, op.bias))
+
+    def _add_position(self, op: ir.AddPositionEmbedding) -> None:
+        self.tables.append(op.weight)
+        self._call(op, self.program.add_position, self._buffer(op.x), *tensor_arguments(op.weight))
+
+    def _add_token_type(self, op: ir.AddTokenTypeEmbedding) -> None:
+        self.tables.append(op.weight)
+        table = tensor_arguments(op.weight)
+        self._call(op, self.program.add_token_type, self._buffer(op.x), *table)
+
+    def _gather_rows(self, op: ir.GatherRows) -> None:
+        self._call(op, self.program.gather_rows, self._buffer(op.x), self._buffer(op.out))
+
+    def _scale(self, op: ir.Scale) -> None:
+        self._call(op, self.program.scale, self._buffer(op.x), op.factor)
+
+    def _softcap(self, op: ir.Softcap) -> None:
+        self._call(op, self.program.softcap, self._buffer(op.x), op.cap)
+
+
+_EMIT: dict[type[ir.Op], Callable[[Compiler, Any], None]] = {
+    ir.Embed: Compiler._embed,
+    ir.Input: Compiler._input,
+    ir.RmsNorm: Compiler._rms_norm,
+    ir.LayerNorm: Compiler._layer_norm,
+    ir.Linear: Compiler._linear,
+    ir.MultiLinear: Compiler._multi_linear,
+    ir.GatedLinear: Compiler._gated_linear,
+    ir.Experts: Compiler._experts,
+    ir.GateRows: Compiler._gate_rows,
+    ir.Lora: Compiler._lora,
+    ir.Rope: Compiler._rope,
+    ir.Attention: Compiler._attention,
+    ir.ActMul: Compiler._act_mul,
+    ir.Activation: Compiler._activation,
+    ir.Add: Compiler._add,
+    ir.AddBias: Compiler._add_bias,
+    ir.AddPositionEmbedding: Compiler._add_position,
+    ir.AddTokenTypeEmbedding: Compiler._add_token_type,
+    ir.GatherRows: Compiler._gather_rows,
+    ir.Scale: Compiler._scale,
+    ir.Softcap: Compiler._softcap,
+}
