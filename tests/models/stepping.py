@@ -32,8 +32,13 @@ class Stepper:
         if self.backend.plan.state_layers:
             self.backend.init_state_cache(self.num_blocks)
 
-    def step(self, work: Sequence[tuple[str, Sequence[int]]]) -> list[np.ndarray]:
-        """Append tokens to requests; logits of every new token, one array per item of ``work``."""
+    def step(
+        self, work: Sequence[tuple[str, Sequence[int]]], saves: Sequence[tuple[int, int, int]] = ()
+    ) -> list[np.ndarray]:
+        """Append tokens to requests; logits of every new token, one array per item of ``work``.
+
+        ``saves``: states to be saved, see `StepBatch.state_saves`.
+        """
         size = self.backend.block_size
         tokens: list[int] = []
         positions: list[int] = []
@@ -61,6 +66,7 @@ class Stepper:
             block_table=table,
             logits_indices=np.arange(len(tokens), dtype=np.int32),
             state_slots=self._state_slots(names),
+            state_saves=np.array(saves, dtype=np.int32) if saves else None,
         )
         logits = np.array(self.backend.forward(batch))
         return [logits[a:b] for a, b in pairwise(starts)]

@@ -54,11 +54,37 @@ def test_a_copied_state_goes_on_where_the_first_one_was() -> None:
         steps.step([("first", IDS[:1])])
 
 
+@pytest.mark.parametrize("name", ["conv_4_silu", "delta", "scan"])
+def test_states_may_be_saved_on_the_way(name: str) -> None:
+    backend = ReferenceBackend(RECURRENCES[name].plan())
+    whole = logits_of(backend, IDS)
+    steps = Stepper(backend, slots={"first": 3, "other": 9, "a": 5, "b": 6, "c": 7})
+    steps.step([("first", IDS[:2])])
+    out = steps.step([("other", IDS), ("first", IDS[2:])], [(1, 4, 5), (1, 7, 6), (1, 11, 7)])
+    np.testing.assert_array_equal(out[1], whole[2:])
+    for copy, length in (("a", 4), ("b", 7)):
+        steps.lengths[copy] = length
+        np.testing.assert_array_equal(steps.step([(copy, IDS[length:])])[0], whole[length:])
+    more = [("c", IDS[:3]), ("first", IDS[:3])]
+    steps.lengths["c"] = len(IDS)
+    np.testing.assert_array_equal(*steps.step(more))
+
+
 def test_a_step_without_good_slots_is_refused() -> None:
     steps = Stepper(ReferenceBackend(RECURRENCES["scan"].plan()), slots={"a": 0, "b": 0, "c": 64})
-    for names in (("a", "b"), ("a", "c")):
-        with pytest.raises(ValueError, match="must be different ones of 64"):
+    for names, match in (("ab", "not all different"), ("ac", "not all within 0 to 63")):
+        with pytest.raises(ValueError, match=match):
             steps.step([(name, IDS) for name in names])
+    for saves, match in (
+        ([(0, 3, 0)], "not all different"),
+        ([(0, 3, 64)], "within 0 to 63"),
+        ([(0, 3, 1), (0, 2, 2)], "ascend"),
+        ([(0, 12, 1)], "no row at 11"),
+        ([(1, 3, 1)], "no row at 2"),
+    ):
+        steps.lengths["a"] = 0
+        with pytest.raises(ValueError, match=match):
+            steps.step([("a", IDS)], saves)
 
 
 def test_widths_that_do_not_fit_are_refused() -> None:

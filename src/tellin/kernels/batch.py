@@ -41,3 +41,8 @@ class StepBatch:
 
     A request whose first row is at position 0 begins from zeros, whatever lies in its slot.
     """
+    state_saves: npt.NDArray[np.int32] | None = None
+    """``[S, 3]`` rows ``(request, num_tokens, slot)``, ascending: the request's state after its row
+    at position ``num_tokens - 1``, which is one of the step's, is written to that slot as well.
+    Slots are all different, and none of ``state_slots``.
+    """

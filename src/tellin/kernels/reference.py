@@ -347,18 +347,24 @@ class ReferenceBackend:
         bias = None if op.bias is None else self._weights[op.bias]
         act = None if op.act is None else _ACTIVATIONS[op.act]
         out = np.empty_like(x)
-        for rows, state in self._states.requests(self._step(), op.state):
+
+        def run(rows: slice, state: Floats) -> None:
             out[rows] = recurrent.short_conv(x[rows], weight, bias, act, state)
+
+        self._states.run(self._step(), op.state, run)
         self._set(op.out, out)
 
     def _gated_delta(self, op: ir.GatedDelta) -> None:
         operands = [self._get(x) for x in (op.q, op.k, op.v, op.a, op.b)]
         decay = recurrent.decay_factor(self._weights[op.decay], op.log_decay)
+        dt_bias = self._weights[op.dt_bias]
         out = np.empty_like(operands[2])
-        for rows, state in self._states.requests(self._step(), op.state):
+
+        def run(rows: slice, state: Floats) -> None:
             q, k, v, a, b = (x[rows] for x in operands)
-            dt_bias = self._weights[op.dt_bias]
             out[rows] = recurrent.gated_delta(op, q, k, v, a, b, decay, dt_bias, state)
+
+        self._states.run(self._step(), op.state, run)
         self._set(op.out, out)
 
     def _selective_scan(self, op: ir.SelectiveScan) -> None:
@@ -366,9 +372,12 @@ class ReferenceBackend:
         decay = recurrent.decay_factor(self._weights[op.decay], op.log_decay)
         skip, dt_bias = self._weights[op.skip], self._weights[op.dt_bias]
         out = np.empty_like(operands[0])
-        for rows, state in self._states.requests(self._step(), op.state):
+
+        def run(rows: slice, state: Floats) -> None:
             x, b, c, dt = (operand[rows] for operand in operands)
             out[rows] = recurrent.selective_scan(op, x, b, c, dt, decay, skip, dt_bias, state)
+
+        self._states.run(self._step(), op.state, run)
         self._set(op.out, out)
 
     def _act_mul(self, op: ir.ActMul) -> None:

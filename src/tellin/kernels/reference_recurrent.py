@@ -8,7 +8,7 @@ other, so it is the same bits however a request's rows were spread over steps.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from tellin.kernels.batch import StepBatch
 from tellin.models.plan import ir
 
 Floats = npt.NDArray[np.float32]
+RowsOf = Callable[[slice, Floats], None]
 
 
 class StatePool:
@@ -43,31 +44,50 @@ class StatePool:
                 states[target] = states[source]
 
     def check(self, batch: StepBatch) -> None:
-        """Raises ValueError unless the step names a slot of its own for every request."""
+        """Raises ValueError unless the step has good ``state_slots`` and ``state_saves``."""
         if not self._layers:
             return
         slots = batch.state_slots
         num_requests = len(batch.query_start_loc) - 1
         if slots is None or slots.shape != (num_requests,):
             raise ValueError(f"state_slots must name a slot for each of {num_requests} requests")
+        saves = [] if batch.state_saves is None else batch.state_saves.tolist()
+        used = slots.tolist() + [slot for _, _, slot in saves]
         num_slots = len(self._live()[0])
-        if np.any((slots < 0) | (slots >= num_slots)) or len(set(slots.tolist())) != num_requests:
-            raise ValueError(
-                f"state_slots are {slots.tolist()}; they must be different ones of {num_slots}"
-            )
+        if min(used, default=0) < 0 or max(used, default=0) >= num_slots:
+            raise ValueError(f"state slots {used} are not all within 0 to {num_slots - 1}")
+        if len(set(used)) != len(used):
+            raise ValueError(f"state slots {used} are not all different")
+        if saves != sorted(saves):
+            raise ValueError(f"state_saves {saves} do not ascend")
+        for r, num_tokens, _ in saves:
+            rows = batch.query_start_loc[r : r + 2] if 0 <= r < num_requests else np.zeros(2, int)
+            if num_tokens - 1 not in batch.positions[rows[0] : rows[1]]:
+                raise ValueError(f"state_saves: request {r} has no row at {num_tokens - 1}")
 
-    def requests(self, batch: StepBatch, layer: int) -> Iterator[tuple[slice, Floats]]:
-        """Each request's rows and its state before them, to be changed in place."""
+    def run(self, batch: StepBatch, layer: int, rows_of: RowsOf) -> None:
+        """Go through each request's rows with its state, which changes in place.
+
+        ``rows_of(rows, state)`` is called for all rows of a request, or for runs of them in order
+        where the state between two of them is saved.
+        """
         assert batch.state_slots is not None
         states = self._live()[layer]
-        starts = batch.query_start_loc.tolist()
-        for r, (start, stop) in enumerate(itertools.pairwise(starts)):
+        saves = [] if batch.state_saves is None else batch.state_saves.tolist()
+        for r, (start, stop) in enumerate(itertools.pairwise(batch.query_start_loc.tolist())):
             if start == stop:
                 continue
             state = states[batch.state_slots[r]]
-            if batch.positions[start] == 0:
+            begin = int(batch.positions[start])
+            if begin == 0:
                 state[:] = 0
-            yield slice(start, stop), state
+            at = start
+            for _, num_tokens, slot in (save for save in saves if save[0] == r):
+                rows_of(slice(at, start + num_tokens - begin), state)
+                at = start + num_tokens - begin
+                states[slot] = state
+            if at < stop:
+                rows_of(slice(at, stop), state)
 
     def _live(self) -> list[Floats]:
         if self._states is None:
