@@ -30,13 +30,22 @@ from tellin.loading.hparams import (
     global_layer_pattern,
     unsupported_architecture,
 )
+from tellin.loading.hybrid_hparams import HYBRIDS, with_recurrent_metadata
 from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 
 _GELU_TANH = frozenset(GEMMA_FAMILY)
 _SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
 _SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
-_INTERLEAVED = (*NEIGHBOUR_PAIRS, "granite", "granitemoe", "llama", "mistral", "smollm3")
+_INTERLEAVED = (
+    *NEIGHBOUR_PAIRS,
+    "granite",
+    "granitehybrid",
+    "granitemoe",
+    "llama",
+    "mistral",
+    "smollm3",
+)
 """Families whose rotated pairs are neighbours: by nature (GLM-4), or because their converter
 permutes the rows of q and k."""
 _EXPERT_VARIANTS = {
@@ -64,7 +73,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
         raise unsupported_architecture(metadata.path, architecture)
     reader = _Reader(metadata, architecture, tensors)
     hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
-    return check_hparams(metadata.path, hparams)
+    return check_hparams(metadata.path, with_recurrent_metadata(metadata, hparams))
 
 
 class _Reader:
@@ -152,6 +161,8 @@ class _Reader:
                     f"for {architecture!r}; it is for llama, {', '.join(WITH_EXPERTS)}"
                 )
             return hparams
+        if architecture == "granitehybrid" and num_experts == 0:
+            return hparams
         for key, allowed in _EXPERT_VARIANTS.items():
             value = self._float(key, allowed[0])
             if value not in allowed:
@@ -160,7 +171,7 @@ class _Reader:
                     f"supported are {' and '.join(f'{one:g}' for one in allowed)}"
                 )
         # Qwen2-MoE and OLMoE take the weights as they are; files of the others need not say more.
-        normalizes = architecture in (*NORMALIZES_EXPERTS, "qwen3moe")
+        normalizes = architecture in (*NORMALIZES_EXPERTS, "lfm2moe", "qwen3moe")
         return replace(
             hparams,
             architecture=architecture,
@@ -281,6 +292,8 @@ class _Reader:
         if not isinstance(self.metadata.get(full), np.ndarray):
             return self.metadata.get_int(full, default)
         values = self.metadata.get_numbers(full)
+        if self.architecture in HYBRIDS:
+            values = values[values != 0]  # recurrent layers have no heads
         if values.size == 0 or (values != values[0]).any():
             raise UnsupportedModelError(
                 f"{self.path}: {full} differs from layer to layer, which is not supported"

@@ -26,6 +26,12 @@ from tellin.loading.hparams import (
     global_layer_pattern,
     unsupported_architecture,
 )
+from tellin.loading.hybrid_hparams import (
+    HYBRID_DEFAULTS,
+    HYBRID_MODEL_TYPES,
+    renamed_config,
+    with_recurrent_config,
+)
 from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
 from tellin.loading.vision_hparams import TILED_MODELS, VISION_MODELS
@@ -55,6 +61,7 @@ _ARCHITECTURES = {
     "roberta": "bert",
     "smollm3": "smollm3",
     "xlm-roberta": "bert",
+    **HYBRID_MODEL_TYPES,
 }
 """``model_type`` to architecture."""
 
@@ -186,8 +193,8 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
 }
 """Keys of mixtures and the values whose meaning is what the plan does."""
 _WITHOUT_WINDOW = (
-    "ernie4_5-moe", "gemma", "glm4", "glm4moe", "llama", "olmo2", "olmoe", "smollm3",
-    *GRANITE_FAMILY,
+    "ernie4_5-moe", "gemma", "glm4", "glm4moe", "llama", "lfm2", "lfm2moe", "olmo2",
+    "olmoe", "smollm3", *GRANITE_FAMILY,
 )  # fmt: skip
 _SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
 
@@ -213,12 +220,13 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     if model_type == "gemma3" and config.has("text_config"):
         config = config.get_mapping("text_config")
     merged = {
-        **_DEFAULTS.get(architecture, {}),
+        **(_DEFAULTS | HYBRID_DEFAULTS).get(architecture, {}),
         **{k: v for k, v in config.items() if v is not None},
     }
-    reader = _Reader(TypedMapping(config.path, merged), architecture)
+    config = renamed_config(TypedMapping(config.path, merged), architecture)
+    reader = _Reader(config, architecture)
     hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
-    return check_hparams(config.path, hparams)
+    return check_hparams(config.path, with_recurrent_config(config, hparams))
 
 
 def _text_config(config: TypedMapping) -> TypedMapping:
@@ -341,7 +349,7 @@ class _Reader:
     def with_experts(self, hparams: ModelHParams) -> ModelHParams:
         """``hparams`` with what the configuration says of experts, if it is one of a mixture."""
         config = self.config
-        if self.architecture not in WITH_EXPERTS:
+        if self.architecture not in WITH_EXPERTS or self._has_no_experts():
             return hparams
         is_sigmoid = self.architecture in SIGMOID_EXPERTS
         variants = _EXPERT_VARIANTS | ({} if is_sigmoid else {"routed_scaling_factor": (1, 1.0)})
@@ -371,6 +379,11 @@ class _Reader:
             expert_scoring=scoring,
             expert_scale=config.get_float("routed_scaling_factor", 1.0),
         )
+
+    def _has_no_experts(self) -> bool:
+        """Granite 4 has dense models, too."""
+        is_hybrid = self.architecture == "granitehybrid"
+        return is_hybrid and self.config.get_int("num_local_experts") == 0
 
     def _logit_scale(self) -> float:
         divisor = self.config.get_float("logits_scaling", 1.0)

@@ -23,7 +23,10 @@ SUPPORTED_ARCHITECTURES = (
     "glm4moe",
     "gpt-oss",
     "granite",
+    "granitehybrid",
     "granitemoe",
+    "lfm2",
+    "lfm2moe",
     "llama",
     "mistral",
     "mixtral",
@@ -40,22 +43,24 @@ SUPPORTED_ARCHITECTURES = (
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
 
 GEMMA_FAMILY = ("gemma", "gemma2", "gemma3")
-GRANITE_FAMILY = ("granite", "granitemoe")
+GRANITE_FAMILY = ("granite", "granitehybrid", "granitemoe")
 NORMS_AFTER_BLOCKS = ("gemma2", "gemma3", "glm4", "olmo2", "olmo3")
 WITH_EXPERTS = (
     "ernie4_5-moe",
     "glm4moe",
     "gpt-oss",
+    "granitehybrid",
     "granitemoe",
+    "lfm2moe",
     "mixtral",
     "olmoe",
     "qwen2moe",
     "qwen3moe",
 )
 """Mixtures of experts."""
-NORMALIZES_EXPERTS = ("ernie4_5-moe", "gpt-oss", "granitemoe", "mixtral")
+NORMALIZES_EXPERTS = ("ernie4_5-moe", "gpt-oss", "granitehybrid", "granitemoe", "mixtral")
 """Mixtures that always divide the weights of a token's experts by their sum."""
-SIGMOID_EXPERTS = ("glm4moe",)
+SIGMOID_EXPERTS = ("glm4moe", "lfm2moe")
 """Mixtures that score experts by the sigmoid of their logits."""
 NEIGHBOUR_PAIRS = ("ernie4_5-moe", "glm4")
 """Families whose checkpoints, not GGUF files alone, have rotated pairs side by side."""

@@ -30,6 +30,13 @@ from pathlib import Path
 
 from tellin.exceptions import ModelLoadError
 from tellin.loading.hparams import NORMS_AFTER_BLOCKS, WITH_EXPERTS
+from tellin.loading.hybrid_names import (
+    GGUF_RECURRENT,
+    hybrid_hf_name,
+    recurrent_gguf_name,
+    recurrent_parts,
+    recurrent_tensor,
+)
 from tellin.loading.tensors import ModelHParams, TensorRef
 
 _GGUF_GLOBAL = {
@@ -80,7 +87,7 @@ _GGUF_LAYER_GPT_OSS = {
 }
 _GGUF_DROPPED = re.compile(r"(.*\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight\Z")
 """Rotary factors: they are in the hyperparameters."""
-_GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+)\.(weight|bias)\Z")
+_GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+(?:\.[^.]+)?)\.(weight|bias)\Z")
 _GGUF_EXPERT_NAME = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight\Z")
 """One tensor per expert: the first files of Mixtral."""
 _GGUF_GLOBAL_NAME = re.compile(r"([^.]+)\.(weight|bias)\Z")
@@ -166,7 +173,10 @@ def canonical_from_gguf(
 ) -> dict[str, TensorRef]:
     """A GGUF file's tensors under canonical names."""
     architecture = hparams.architecture
-    layer_names = dict(_GGUF_LAYER)
+    layer_names = _GGUF_LAYER | GGUF_RECURRENT
+    global_names = dict(_GGUF_GLOBAL)
+    if architecture in ("lfm2", "lfm2moe"):
+        global_names["token_embd_norm"] = "norm"  # what its converter has called it
     if architecture in NORMS_AFTER_BLOCKS:
         layer_names |= _GGUF_LAYER_NORMS_AFTER
     elif architecture == "bert":
@@ -189,9 +199,9 @@ def canonical_from_gguf(
         if match:
             return f"layers.{match[1]}.mlp.experts.{match[3]}.{match[2]}_proj.weight"
         match = _GGUF_GLOBAL_NAME.match(name)
-        if match and match[1] in _GGUF_GLOBAL:
-            return f"{_GGUF_GLOBAL[match[1]]}.{match[2]}"
-        return _canonical_head(name)
+        if match and match[1] in global_names:
+            return f"{global_names[match[1]]}.{match[2]}"
+        return recurrent_gguf_name(name) or _canonical_head(name)
 
     return _canonical(path, hparams, _run_layers(hparams, tensors), rename)
 
@@ -218,6 +228,7 @@ def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iter
 def canonical_hf_name(architecture: str, name: str) -> str:
     """The canonical name of one Hugging Face tensor; fused matrices keep theirs."""
     name = _HF_PREFIX.sub("", name, count=1) if _HF_PREFIX.match(name) else name
+    name = hybrid_hf_name(architecture, name)
     if architecture == "bert":
         for pattern, replacement in _HF_BERT:
             name = pattern.sub(replacement, name)
@@ -263,6 +274,7 @@ def _canonical(
         name = rename(tensor.name)
         if name is None:
             continue
+        tensor = recurrent_tensor(name, tensor)
         for expert_name, matrix in _split_stacked(path, hparams, name, tensor):
             for part_name, part in _split_fused(path, hparams, expert_name, matrix):
                 if part_name in named:
@@ -337,5 +349,5 @@ def fused_parts(hparams: ModelHParams, layer: str) -> list[tuple[str, int]]:
         width = hparams.moe_intermediate_size if is_expert else hparams.intermediate_size
         rows = dict.fromkeys(("gate_proj", "up_proj"), width)
     else:
-        return []
+        return recurrent_parts(hparams, layer)
     return [(f"{prefix}.{part}", count) for part, count in rows.items()]

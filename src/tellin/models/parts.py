@@ -6,6 +6,7 @@ each family's own file, so that a reader never jumps.
 
 from __future__ import annotations
 
+from tellin.exceptions import UnsupportedModelError
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan
 
@@ -47,6 +48,37 @@ def experts_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
         selection_bias=selection_bias if b.has(selection_bias) else None,
         scale=hp.expert_scale,
     )
+
+
+def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    """Mamba2's layer: convolved parts go through the recurrence, then a norm under a gate.
+
+    Source: Dao & Gu 2024 (Mamba-2), section 7.
+    """
+    hp = b.hparams
+    mamba = hp.mamba
+    if mamba is None:
+        raise ValueError(f"{name}: the hyperparameters have no dimensions of Mamba2 layers")
+    if mamba.num_groups != 1:
+        raise UnsupportedModelError(
+            f"{b.source.path}: Mamba2 layers of {mamba.num_groups} groups are not supported; "
+            "supported is 1"
+        )
+    parts = ("z", "x", "b", "c", "dt")
+    gate, values, key, query, dt = (b.linear(x, f"{name}.{part}_proj") for part in parts)
+    start = 0
+    mixed = []
+    for part in (values, key, query):
+        rows = (start, start + part.width)
+        mixed.append(b.short_conv(part, f"{name}.conv1d", act=hp.hidden_act, rows=rows))
+        start += part.width
+    values, key, query = mixed
+    out = b.selective_scan(
+        values, key, query, dt, name,
+        num_heads=mamba.num_heads, num_groups=mamba.num_groups, dt_limits=mamba.time_step_limit,
+    )  # fmt: skip
+    normed = b.rms_norm(b.act_mul(gate, out), f"{name}.norm")
+    return b.linear(normed, f"{name}.out_proj")
 
 
 def lm_head(b: PlanBuilder, x: Buffer) -> Plan:

@@ -1,0 +1,35 @@
+"""Makes tests/data/hybrids.npz: logits of tests.models.tiny_hybrids, computed by `transformers`.
+
+Run it with PyTorch and transformers installed, from the repository root:
+
+    PYTHONPATH=src:. python tests/data/make/make_hybrids.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from tests.models.tiny_hybrids import HYBRIDS, hybrid_token_ids, write_tiny_hybrid
+
+
+def main() -> None:
+    stored = {}
+    token_ids = torch.from_numpy(hybrid_token_ids()).long()[None]
+    for name in HYBRIDS:
+        with tempfile.TemporaryDirectory() as folder:
+            write_tiny_hybrid(Path(folder), name)
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            )
+            with torch.no_grad():
+                stored[name] = model(token_ids, use_cache=False).logits[0].numpy()
+    np.savez_compressed(Path(__file__).parents[1] / "hybrids.npz", **stored)
+
+
+if __name__ == "__main__":
+    main()
