@@ -32,6 +32,9 @@ SANITIZE_TESTS ?= tests/kernels
 # A user's newer compiler may know new warnings; CI lets none through.
 WERROR ?= $(if $(CI),ON,OFF)
 JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+# Test processes; PYTEST_ARGS="-n 0" runs tests in one, where a debugger can be used. A file's tests stay together.
+WORKERS ?= $(JOBS)
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadscope
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -97,16 +100,16 @@ run: build
 # ------------------------------------------------------------------ checks
 
 test: build $(STAMPS)/extra-test
-	@$(BIN)/pytest $(PYTEST_ARGS)
+	@$(PYTEST) $(PYTEST_ARGS)
 
 # Slow tests make an environment of their own for other clients; Node.js with npm, curl and Chromium are the system's.
 SLOW_EXTRAS := $(foreach extra,test reference page-test,$(STAMPS)/extra-$(extra))
 
 test-all: build $(SLOW_EXTRAS)
-	@$(BIN)/pytest -m "slow or not slow" $(PYTEST_ARGS)
+	@$(PYTEST) -m "slow or not slow" $(PYTEST_ARGS)
 
 test-slow: build $(SLOW_EXTRAS)
-	@$(BIN)/pytest -m slow $(PYTEST_ARGS)
+	@$(PYTEST) -m slow $(PYTEST_ARGS)
 
 lint: $(STAMPS)/extra-lint
 	@$(BIN)/ruff check --quiet --output-format concise
