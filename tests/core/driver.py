@@ -12,9 +12,14 @@ from tests.core.fakes import FakeExecutor, lone_run, make_config, make_request
 class Driver:
     """An engine core, its fake executor, and the outputs so far."""
 
-    def __init__(self, log_stats: bool = False, **config: Any) -> None:
+    def __init__(
+        self,
+        log_stats: bool = False,
+        executor_class: type[FakeExecutor] = FakeExecutor,
+        **config: Any,
+    ) -> None:
         self.config = make_config(**config)
-        self.core = EngineCore(self.config, FakeExecutor, log_stats)  # type: ignore[arg-type]
+        self.core = EngineCore(self.config, executor_class, log_stats)  # type: ignore[arg-type]
         assert isinstance(self.core.executor, FakeExecutor)
         self.executor: FakeExecutor = self.core.executor
         assert self.core.scheduler is not None

@@ -61,6 +61,7 @@ class Mirror:
     num_computed_tokens: int
     params: Any = None
     features: list[MultiModalFeature] = field(default_factory=list)
+    state_slot: int = -1
 
 
 def contents(token_ids: list[int], features: list[MultiModalFeature]) -> list[int]:
@@ -122,6 +123,9 @@ class FakeExecutor:
 
     def kv_bytes_per_block(self) -> int:
         return 1024
+
+    def state_bytes_per_slot(self) -> int:
+        return 0
 
     def determine_available_memory(self) -> int:
         return self.available_memory
@@ -205,6 +209,7 @@ class FakeExecutor:
                 new.num_computed_tokens,
                 new.sampling_params,
                 new.mm_features or [],
+                new.state_slot,
             )
         for cached in step.scheduled_cached_reqs:
             mirror = self.requests[cached.req_id]
@@ -212,6 +217,7 @@ class FakeExecutor:
                 assert cached.all_token_ids is not None
                 mirror.token_ids = list(cached.all_token_ids)
                 mirror.block_ids = list(cached.new_block_ids)
+                mirror.state_slot = cached.state_slot
             else:
                 assert mirror.block_ids, f"{cached.req_id} runs, but was preempted"
                 mirror.block_ids += cached.new_block_ids
@@ -325,6 +331,50 @@ class FakeExecutor:
                     )
                 )
         return result
+
+
+class StatefulExecutor(FakeExecutor):
+    """A model with recurrent states: a state is the ids that made it, and must be the right ones.
+
+    The memory holds ``max_slots`` of them, the null slot included.
+    """
+
+    max_slots = 1000
+
+    def state_bytes_per_slot(self) -> int:
+        return 1 << 20
+
+    def determine_available_memory(self) -> int:
+        num_kv_blocks = self.config.cache_config.num_kv_blocks or 0
+        return (self.max_slots << 20) + num_kv_blocks * self.kv_bytes_per_block()
+
+    def initialize_state_cache(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.states: dict[int, list[int]] = {}
+
+    def sleep(self, level: int) -> None:
+        super().sleep(level)
+        self.states.clear()
+
+    def _forward(self, step: SchedulerOutput) -> None:
+        super()._forward(step)
+        for source, target in step.state_copies:
+            assert 0 < target < self.num_slots
+            self.states[target] = list(self.states[source])
+        slots = [self.requests[i].state_slot for i in step.num_scheduled_tokens]
+        slots += [slot for _, _, slot in step.state_saves]
+        assert len(set(slots)) == len(slots), f"a slot is written twice: {slots}"
+        assert all(0 < slot < self.num_slots for slot in slots)
+        saves = list(step.state_saves)
+        for request_id, mirror, ids, end in self._work:
+            start = mirror.num_computed_tokens
+            state = self.states.get(mirror.state_slot, []) if start else []
+            assert state == ids[:start], f"{request_id} goes on from {state} at {start}"
+            for _, num_tokens, slot in [save for save in saves if save[0] == request_id]:
+                assert start < num_tokens <= end, f"{request_id} does not pass {num_tokens}"
+                self.states[slot] = ids[:num_tokens]
+            self.states[mirror.state_slot] = ids[:end]
+        assert {i for i, _, _ in saves} <= step.num_scheduled_tokens.keys()
 
 
 SETTINGS = Settings(home=Path("unused"), check_invariants=True)

@@ -29,11 +29,17 @@ from tests.core.test_scheduler import unlike
 
 
 class Memory:
-    def __init__(self, available: int, bytes_per_block: int = 1024) -> None:
+    def __init__(
+        self, available: int, bytes_per_block: int = 1024, bytes_per_slot: int = 0
+    ) -> None:
         self.available, self.bytes_per_block = available, bytes_per_block
+        self.bytes_per_slot = bytes_per_slot
 
     def kv_bytes_per_block(self) -> int:
         return self.bytes_per_block
+
+    def state_bytes_per_slot(self) -> int:
+        return self.bytes_per_slot
 
     def determine_available_memory(self) -> int:
         return self.available

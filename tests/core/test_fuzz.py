@@ -15,7 +15,7 @@ import pytest
 from tellin.config import SpeculativeConfig
 from tellin.protocol import FinishReason
 from tests.core.driver import Driver
-from tests.core.fakes import lone_run, next_id
+from tests.core.fakes import FakeExecutor, StatefulExecutor, lone_run, next_id
 
 MAX_MODEL_LEN = 44
 
@@ -30,16 +30,20 @@ def good_and_bad_drafts(request_id: str, ids: list[int], k: int) -> list[int]:
     return drafts
 
 
-def make_driver(rng: random.Random, seed: int) -> Driver:
+def make_driver(rng: random.Random, seed: int, stateful: bool) -> Driver:
     speculative = None
-    if seed % 3 == 0:
+    if seed % 3 == 0 and not stateful:
         speculative = SpeculativeConfig(
             rng.choice(["ngram", "draft_model"]), 3, adaptive=rng.random() < 0.5
         )
     block_size = rng.choice([2, 4, 8])
     needed = -(-MAX_MODEL_LEN // block_size) + 1
+    executor_class: type[FakeExecutor] = FakeExecutor
+    if stateful:  # from one seat to seats with snapshots for all
+        executor_class = type("Small", (StatefulExecutor,), {"max_slots": rng.randrange(2, 17)})
     driver = Driver(
         log_stats=rng.random() < 0.5,
+        executor_class=executor_class,
         policy=rng.choice(["fcfs", "priority"]),
         num_kv_blocks=needed + rng.randrange(needed),
         max_model_len=MAX_MODEL_LEN,
@@ -54,15 +58,21 @@ def make_driver(rng: random.Random, seed: int) -> Driver:
         speculative_config=speculative,
     )
     driver.scheduler.in_flight_prefixes.min_shared_tokens = 4
+    states = driver.scheduler.kv_cache_manager.states
+    assert (states is not None) == stateful
+    if states is not None:
+        states.min_saved_tokens = rng.choice([1, 4, 8])
+        states.checkpoint_tokens = rng.choice([4, 8, 100])
+        states.decode_tokens = block_size * rng.choice([1, 2])
     if speculative is not None:
         driver.executor.draft = good_and_bad_drafts
     return driver
 
 
-def run_one(seed: int) -> Counter[str]:
+def run_one(seed: int, stateful: bool = False) -> Counter[str]:
     """One run; returns how often the interesting things happened."""
     rng = random.Random(seed)
-    driver = make_driver(rng, seed)
+    driver = make_driver(rng, seed, stateful)
     wanted: dict[str, int] = {}
     aborted: set[str] = set()
     counts: Counter[str] = Counter()
@@ -122,6 +132,8 @@ def watch(driver: Driver, counts: Counter[str]) -> None:
 
     def counted_execute(step: Any, non_block: bool = False) -> Any:
         counts["copied"] += len(step.kv_block_copies)
+        counts["restored"] += len(step.state_copies)
+        counts["saved"] += len(step.state_saves)
         counts["drafts"] += len(step.scheduled_spec_decode_tokens)
         counts["preempting steps"] += bool(step.preempted_req_ids)
         return execute(step, non_block)
@@ -137,4 +149,14 @@ def test_random_runs_equal_lone_runs(chunk: int) -> None:
     for seed in range(chunk * 12, chunk * 12 + 12):
         counts += run_one(seed)
     for event in ("preempted", "deferred", "copied", "drafts"):
+        assert counts[event] >= 10, f"the runs hardly ever {event}: {counts}"
+
+
+@pytest.mark.parametrize("chunk", range(2))
+def test_random_runs_of_recurrent_models_equal_lone_runs(chunk: int) -> None:
+    """2.7.4: every request goes on from the state of exactly its own ids."""
+    counts: Counter[str] = Counter()
+    for seed in range(chunk * 12, chunk * 12 + 12):
+        counts += run_one(seed, stateful=True)
+    for event in ("preempted", "deferred", "restored", "saved"):
         assert counts[event] >= 10, f"the runs hardly ever {event}: {counts}"

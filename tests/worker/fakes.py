@@ -78,6 +78,9 @@ class FakeBackend:
     def kv_bytes_per_block(self) -> int:
         return 1024
 
+    def state_bytes_per_slot(self) -> int:
+        return 0
+
     def init_kv_cache(self, num_blocks: int) -> None:
         self.cache: npt.NDArray[np.uint64] | None = np.zeros(
             num_blocks * self.block_size, np.uint64

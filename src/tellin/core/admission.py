@@ -101,7 +101,7 @@ class Admission:
     def _try(self, request: Request, plan: StepPlan, running: list[Request]) -> _Verdict:
         manager = self.kv_cache_manager
         hit = manager.get_computed_blocks(request)
-        if self._defer(request, hit) or self._lacks_adapter_slot(request, running):
+        if self._defer(request, hit, plan) or self._lacks_adapter_slot(request, running):
             return _Verdict.PARKED
         num_missing = num_tokens = request.num_tokens - hit.num_tokens
         if 0 < self.chunk_limit < num_tokens:
@@ -162,7 +162,7 @@ class Admission:
         num_long = sum(1 for r in prompts if r.num_missing_at_start > self.chunk_limit)
         return 0 < self.max_long_partial_prefills <= num_long
 
-    def _defer(self, request: Request, hit: PrefixHit) -> bool:
+    def _defer(self, request: Request, hit: PrefixHit, plan: StepPlan) -> bool:
         """Let it wait for a prefix that a running request is computing now, if there is one."""
         if not self.prefixes or request.skip_reading_prefix_cache:
             return False
@@ -170,6 +170,16 @@ class Admission:
         if found is None:
             return False
         owner, num_tokens = found
+        states = self.kv_cache_manager.states
+        if states is not None:
+            # It can go on only from a state that the owner keeps for it.
+            size = self.kv_cache_manager.block_size
+            num_tokens = min(num_tokens, (request.num_tokens - 1) // size * size)
+            if num_tokens - hit.num_tokens < self.prefixes.min_shared_tokens:
+                return False
+            scheduled = plan.num_scheduled_tokens.get(owner.request_id, 0)
+            if not states.expect(owner, num_tokens, owner.num_computed_tokens - scheduled):
+                return False
         request.num_deferrals += 1
         num_blocks = self.kv_cache_manager.num_blocks_for(request.num_tokens)
         num_shared = num_tokens // self.kv_cache_manager.block_size
@@ -194,6 +204,7 @@ class Admission:
             raise RuntimeError(f"request {request.request_id} in line is {request.status.name}")
         manager = self.kv_cache_manager
         plan.copies += manager.admit(request, hit, num_tokens)
+        plan.state_copies += manager.admit_state(request, hit)
         if manager.enable_caching:
             if not request.skip_reading_prefix_cache:
                 manager.prefix_cache_stats.record(request.num_tokens, hit.num_tokens, resumed)

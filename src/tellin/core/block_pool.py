@@ -9,7 +9,7 @@ cache's LRU list: front = evicted first.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from tellin.core.kv_cache_metrics import KVCacheMetricsCollector
 from tellin.core.kv_events import KVEventRecorder
@@ -34,6 +34,7 @@ class BlockPool:
         enable_caching: bool = True,
         metrics: KVCacheMetricsCollector | None = None,
         events: KVEventRecorder | None = None,
+        on_evict: Callable[[bytes], None] | None = None,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
@@ -47,6 +48,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._metrics = metrics
         self._events = events
+        self._on_evict = on_evict
 
     # ------------------------------------------------------------------ state
 
@@ -179,6 +181,8 @@ class BlockPool:
             self._metrics.on_evicted(block_id)
         if self._events is not None:
             self._events.block_removed(block_hash)
+        if self._on_evict is not None:
+            self._on_evict(block_hash)
 
     def reset_prefix_cache(self) -> bool:
         """Unpublish everything; only possible while no block is in use (else False)."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tellin.config import EngineConfig
 from tellin.core.encoder_inputs import check_features
 from tellin.core.engine_core_controls import EngineCoreControls
-from tellin.core.kv_sizing import plan_kv_cache
+from tellin.core.kv_sizing import KVCacheSizes, plan_kv_cache
 from tellin.core.request import Request, RequestStatus
 from tellin.core.scheduler import Scheduler
 from tellin.core.structured_output import StructuredOutputManager
@@ -82,12 +82,18 @@ class EngineCore(EngineCoreControls):
         if sizes.max_model_len != config.model_config.max_model_len:
             config = _with_max_model_len(config, sizes.max_model_len)
         executor.initialize_kv_cache(sizes.num_blocks)
+        if sizes.num_state_slots:
+            config = _start_states(config, executor, sizes)
         self.config = config
         if tokenizer_info_factory is None and not config.model_config.skip_tokenizer_init:
             tokenizer_info_factory = executor.load_tokenizer
         self.structured_output_manager = StructuredOutputManager(config, tokenizer_info_factory)
         self.scheduler = Scheduler(
-            config, sizes.num_blocks, self.structured_output_manager, self.log_stats
+            config,
+            sizes.num_blocks,
+            self.structured_output_manager,
+            self.log_stats,
+            sizes.num_state_slots,
         )
         cache_config = config.cache_config
         if cache_config.kv_events_endpoint is not None:
@@ -365,6 +371,34 @@ def _stamp_step_time(outputs: dict[int, EngineCoreOutputs], step_time_s: float) 
     for batch in outputs.values():
         if batch.scheduler_stats is not None:
             batch.scheduler_stats.step_time_s = step_time_s
+
+
+def _start_states(config: EngineConfig, executor: Executor, sizes: KVCacheSizes) -> EngineConfig:
+    """Make the slots of a model with recurrent states; no more requests run than have one.
+
+    Raises:
+        UnsupportedFeatureError: what such a model cannot do is configured.
+    """
+    if config.speculative_config is not None:
+        raise UnsupportedFeatureError(
+            "speculative_config is not supported with this model: it keeps recurrent states, which "
+            "cannot be taken back when a draft is rejected; leave speculative_config out"
+        )
+    executor.initialize_state_cache(sizes.num_state_slots)
+    wanted, count = config.scheduler_config.max_num_seqs, sizes.max_num_seqs
+    logger.info(
+        "%d slots of recurrent states: %d for requests, the others for the prefix cache",
+        sizes.num_state_slots - 1,
+        count,
+    )
+    if count < wanted:
+        logger.warning(
+            "max_num_seqs is lowered from %d to %d: the memory holds no more recurrent states",
+            wanted,
+            count,
+        )
+    scheduler_config = dataclasses.replace(config.scheduler_config, max_num_seqs=count)
+    return dataclasses.replace(config, scheduler_config=scheduler_config)
 
 
 def _with_max_model_len(config: EngineConfig, max_model_len: int) -> EngineConfig:

@@ -107,6 +107,9 @@ def check_invariants(scheduler: Scheduler) -> None:
     _check_blocks(scheduler)
     _check_cache(scheduler)
     scheduler.encoder_inputs.cache.check({r.request_id for r in scheduler.running})
+    manager = scheduler.kv_cache_manager
+    if manager.states is not None:
+        manager.states.check(scheduler.running, manager.pool)
 
 
 def _check_places(scheduler: Scheduler) -> None:

@@ -1,9 +1,10 @@
 """Which request holds which KV blocks: lookup in the prefix cache, allocation, publishing, freeing.
 
-Owns every request's ``block_ids`` and the block pool. One KV group of full attention: block i of a
-request holds positions ``[i * block_size, (i + 1) * block_size)`` and nothing is released before
-the request ends. Blocks are published only by `cache_blocks`, which the scheduler calls after the
-step that wrote them has run, so a hit never reads what was not computed.
+Owns every request's ``block_ids``, the block pool and recurrent models' state slots. One KV group
+of full attention: block i of a request holds positions ``[i * block_size, (i + 1) * block_size)``
+and nothing is released before the request ends. Blocks are published only by `cache_blocks`, which
+the scheduler calls after the step that wrote them has run, so a hit never reads what was not
+computed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tellin.core.block_pool import BlockPool
 from tellin.core.kv_cache_metrics import KVCacheMetricsCollector, PrefixCacheStats
 from tellin.core.kv_events import BlockStored, KVEventRecorder, external_hash
 from tellin.core.request import Request
+from tellin.core.state_cache import StateCacheManager, forget_state
 
 NEVER = sys.maxsize
 """A number of tokens no request reaches."""
@@ -27,12 +29,14 @@ class PrefixHit:
 
     ``block_ids`` can be shared as they are. ``copy_from`` is a block whose first
     ``num_tokens % block_size`` positions are also right, but which must be copied first, because
-    the request is going to write into it.
+    the request is going to write into it. ``num_matching_tokens`` are those whose KV is known; a
+    recurrent model needs a snapshot of its state too and may have to start earlier.
     """
 
     num_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     copy_from: int | None = None
+    num_matching_tokens: int = 0
 
 
 class KVCacheManager:
@@ -50,6 +54,7 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         metrics: KVCacheMetricsCollector | None = None,
         events: KVEventRecorder | None = None,
+        num_state_slots: int = 0,
     ) -> None:
         self.block_size = block_size
         self.max_model_len = max_model_len
@@ -57,7 +62,11 @@ class KVCacheManager:
         self.num_lookahead_tokens = num_lookahead_tokens
         self.watermark_blocks = int(watermark * num_blocks)
         self.hasher = BlockHasher(block_size, hash_algorithm)
-        self.pool = BlockPool(num_blocks, enable_caching, metrics, events)
+        self.states: StateCacheManager | None = None
+        if num_state_slots:
+            self.states = StateCacheManager(num_state_slots, self.hasher, enable_caching)
+        self._on_evict = self.states.forget_block if self.states is not None else None
+        self.pool = BlockPool(num_blocks, enable_caching, metrics, events, self._on_evict)
         self.prefix_cache_stats = PrefixCacheStats()
         self.metrics = metrics
         self.events = events
@@ -93,6 +102,14 @@ class KVCacheManager:
             if block_id is None:
                 break
             block_ids.append(block_id)
+        if self.states is not None:
+            num_matching = min(len(block_ids), (request.num_tokens - 1) // self.block_size)
+            num_blocks = self.states.find(request.block_hashes, num_matching)
+            return PrefixHit(
+                num_blocks * self.block_size,
+                block_ids[:num_blocks],
+                num_matching_tokens=num_matching * self.block_size,
+            )
         num_tokens = len(block_ids) * self.block_size
         if num_tokens < request.num_tokens:
             if 1 < request.num_tokens - num_tokens < self.block_size:
@@ -114,6 +131,8 @@ class KVCacheManager:
         Call it before an output is appended, when all positions are written. The same prompt, asked
         again or n times at once, then needs one position to be computed, not a part of a block.
         """
+        if self.states is not None:
+            return  # a state cannot be taken back to before the last token
         if self.enable_caching and request.num_tokens % self.block_size > 1:
             self.hasher.extend(request)
             block_id = request.block_ids[request.num_tokens // self.block_size]
@@ -165,6 +184,8 @@ class KVCacheManager:
         """Forget everything cached; False, and no change, while any block is in use."""
         if not self.pool.reset_prefix_cache():
             return False
+        if self.states is not None:
+            self.states.reset()
         self.prefix_cache_stats.mark_reset()
         return True
 
@@ -210,6 +231,20 @@ class KVCacheManager:
             return []
         return [(hit.copy_from, new_blocks[0])]
 
+    def admit_state(self, request: Request, hit: PrefixHit) -> list[tuple[int, int]]:
+        """Give a request its slot of recurrent states, where the model has any.
+
+        Returns:
+            ``(source, destination)`` slots that must be copied before the step runs.
+        """
+        if self.states is None:
+            return []
+        num_blocks = len(hit.block_ids)
+        snapshot = request.block_hashes[num_blocks - 1] if num_blocks else None
+        copies = self.states.admit(request, snapshot)
+        self.states.begin(request, hit.num_tokens, hit.num_matching_tokens)
+        return copies
+
     def allocate_slots(self, request: Request, num_new_tokens: int) -> list[int] | None:
         """Room for ``num_new_tokens`` more positions of a running request.
 
@@ -230,18 +265,25 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Give back all blocks, the end of the sequence first in line for eviction. Idempotent."""
         self.pool.free_blocks(reversed(request.block_ids))
+        if self.states is not None:
+            self.states.free(request)
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Empty the block table without telling the pool."""
+        """Empty the block table without telling the pool, and forget that it had a state."""
         request.block_ids = []
         request.num_slots = 0
         request.num_cached_blocks = 0
         request.next_publish_at = NEVER
+        forget_state(request)
 
     def rebuild_pool(self) -> None:
         """Begin anew with an empty pool, whatever state the old one is in."""
-        self.pool = BlockPool(self.pool.num_blocks, self.enable_caching, self.metrics, self.events)
+        self.pool = BlockPool(
+            self.pool.num_blocks, self.enable_caching, self.metrics, self.events, self._on_evict
+        )
+        if self.states is not None:
+            self.states.rebuild()
         self.prefix_cache_stats.mark_reset()
         if self.metrics is not None:
             self.metrics.reset()

@@ -79,6 +79,7 @@ class Request:
         "block_ids",
         "cache_salt",
         "client_index",
+        "decode_snapshot",
         "draft_kind",
         "error",
         "error_is_client_fault",
@@ -105,6 +106,7 @@ class Request:
         "num_overtaken",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_saved_tokens",
         "num_slots",
         "num_tokens",
         "pooling_params",
@@ -115,6 +117,8 @@ class Request:
         "rng_key",
         "sampling_params",
         "spec_token_ids",
+        "state_save_points",
+        "state_slot",
         "status",
         "stop_ids",
         "stop_reason",
@@ -195,6 +199,12 @@ class Request:
         self.block_hashes: list[bytes] = []
         self.num_cached_blocks = 0
         self.next_publish_at = 0
+
+        # Its slot of recurrent states, and where that was or will be kept; see StateCacheManager.
+        self.state_slot = -1
+        self.state_save_points: list[int] = []
+        self.num_saved_tokens = 0
+        self.decode_snapshot: bytes | None = None
 
         # Requests that wait for blocks which this one is computing: (tokens needed, request).
         self.in_flight_range: tuple[int, int] | None = None

@@ -56,6 +56,7 @@ class Scheduler:
         num_kv_blocks: int,
         structured_output_manager: StructuredOutputManager | None = None,
         log_stats: bool = False,
+        num_state_slots: int = 0,
     ) -> None:
         scheduler_config, cache_config = config.scheduler_config, config.cache_config
         spec = config.speculative_config
@@ -88,6 +89,7 @@ class Scheduler:
             num_lookahead_tokens=self.num_lookahead_tokens,
             metrics=KVCacheMetricsCollector(sample) if log_stats and sample > 0 else None,
             events=KVEventRecorder() if cache_config.enable_kv_cache_events else None,
+            num_state_slots=num_state_slots,
         )
         self.structured_output_manager = structured_output_manager
         self.log_stats = log_stats
@@ -300,6 +302,7 @@ class Scheduler:
         num_drafts, draft_limits = 0, dict[str, int]()
         if self.num_spec_tokens:
             num_drafts, draft_limits = self.results.spec.limits(self.running)
+        states = self.kv_cache_manager.states
         return SchedulerOutput(
             plan.new,
             plan.cached,
@@ -315,6 +318,8 @@ class Scheduler:
             draft_limits,
             plan.encoder_inputs,
             self.encoder_inputs.take_freed(),
+            plan.state_copies,
+            states.plan_saves(plan) if states is not None else [],
         )
 
     def update_from_output(
@@ -328,6 +333,8 @@ class Scheduler:
         if self._checker is not None:
             self._checker.results(plan, model_output)
         outputs = self.results.apply(plan, model_output)
+        if self.kv_cache_manager.states is not None:
+            self.kv_cache_manager.states.publish(self.kv_cache_manager.pool)
         self.plan = None
         if self._checker is not None:
             self._checker.outputs(plan, outputs)
@@ -343,6 +350,8 @@ class Scheduler:
         self.finished_req_ids |= scheduler_output.finished_req_ids
         self.reset_preempted_req_ids |= scheduler_output.preempted_req_ids
         self.encoder_inputs.step_failed()
+        if self.kv_cache_manager.states is not None:
+            self.kv_cache_manager.states.drop_saves()
         self.finish_requests(ids, RequestStatus.FINISHED_ERROR, error=error, emit=True)
         if self._checker is not None:
             check_invariants(self)

@@ -32,6 +32,7 @@ class StepPlan:
         "prefills",
         "requests",
         "spec_token_ids",
+        "state_copies",
         "step_counter",
     )
 
@@ -46,6 +47,7 @@ class StepPlan:
         self.new: list[NewRequestData] = []
         self.spec_token_ids: dict[str, list[int]] = {}
         self.copies: list[tuple[int, int]] = []
+        self.state_copies: list[tuple[int, int]] = []
         self.preempted_ids: set[str] = set()
         self.encoder_budget = 0
         self.num_encoder_rows = 0
@@ -86,6 +88,7 @@ class StepPlan:
                     request.num_output_tokens,
                     resumed=True,
                     all_token_ids=token_ids,
+                    state_slot=request.state_slot,
                 )
             )
         else:
@@ -101,6 +104,7 @@ class StepPlan:
                     request.rng_key,
                     request.lora_request,
                     request.mm_features or None,
+                    state_slot=request.state_slot,
                 )
             )
         self._count(request, num_new_tokens)

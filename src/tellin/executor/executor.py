@@ -98,6 +98,14 @@ class Executor(ABC):
     def initialize_kv_cache(self, num_blocks: int) -> None:
         """Make a pool of this many blocks; block 0 is the null block."""
 
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of one request's recurrent state; 0 = the model has none."""
+        return int(self._agreed("state_bytes_per_slot"))
+
+    def initialize_state_cache(self, num_slots: int) -> None:
+        """Make a pool of this many states; slot 0 is the null slot."""
+        self.collective_rpc("initialize_state_cache", args=(num_slots,))
+
     @abstractmethod
     def shutdown(self) -> None:
         """Release workers, weights and pool. May be called again."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -30,6 +30,18 @@ class Backend(Protocol):
 
     def free_kv_cache(self) -> None:
         """Give the KV pool's memory back."""
+
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of one request's recurrent state, all layers together; 0 = the plan has none."""
+
+    def init_state_cache(self, num_slots: int) -> None:
+        """Make the pool of recurrent states."""
+
+    def free_state_cache(self) -> None:
+        """Give the states' memory back."""
+
+    def copy_states(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy states from slot to slot, one after the other."""
 
     def copy_kv_blocks(self, src_dst_pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks of all layers, one after the other."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from tellin.exceptions import EngineError, InvalidParameterError
+from tellin.exceptions import EngineError, InvalidParameterError, UnsupportedFeatureError
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.sampler import Sampler, SampleRows
 from tellin.sampling_params import SamplingParams
@@ -54,7 +54,14 @@ class DraftModelDrafter(Drafter):
     ) -> None:
         super().__init__(batch, max_model_len)
         self._open = open_draft
-        self._backend: Backend | None = open_draft()
+        backend = open_draft()
+        if backend.state_bytes_per_slot():
+            backend.close()
+            raise UnsupportedFeatureError(
+                "speculative_config.model has recurrent states, which cannot be taken back when a "
+                "draft is rejected; choose a draft model without them"
+            )
+        self._backend: Backend | None = backend
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._sampler = Sampler(num_ids)

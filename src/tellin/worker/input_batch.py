@@ -9,6 +9,7 @@ mirror never asks, and knows no logits.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +58,7 @@ class InputBatch:
         num_draft_tokens ``[num_slots]``: drafts scheduled in this step.
         num_draft_computed ``[num_slots]``: tokens that a draft model has been fed.
         adapter_slots ``[num_slots]``: the backend's slot of its LoRA adapter, -1 = none.
+        state_slots ``[num_slots]``: the backend's slot of its recurrent state, where there is one.
         block_table ``[num_slots, block_capacity]``.
     """
 
@@ -70,7 +72,9 @@ class InputBatch:
         self.num_draft_tokens: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
         self.num_draft_computed: Int32Array = np.zeros(_MIN_SLOTS, np.int32)
         self.adapter_slots: Int32Array = np.full(_MIN_SLOTS, -1, np.int32)
+        self.state_slots: Int32Array = np.full(_MIN_SLOTS, -1, np.int32)
         self.has_adapters = False
+        self.has_states = False
         self.has_drafts = False
         self.states: dict[str, RequestState] = {}
         self.states_by_slot: dict[int, RequestState] = {}
@@ -90,6 +94,11 @@ class InputBatch:
     def req_ids(self) -> list[str]:
         """Ids in the order of rows."""
         return [state.req_id for state in self.row_states]
+
+    @property
+    def rows(self) -> Mapping[str, int]:
+        """Row of every scheduled request (a live view)."""
+        return self._row_of
 
     def row_of(self, req_id: str) -> int:
         """Row of a scheduled request."""
@@ -170,6 +179,7 @@ class InputBatch:
             mm_features=data.mm_features or [],
         )
         self.adapter_slots[slot] = -1
+        self.state_slots[slot] = data.state_slot
         if data.req_id in self.states:  # left over from a step that was interrupted
             self._finish(data.req_id)
         self.states[data.req_id] = state
@@ -211,8 +221,9 @@ class InputBatch:
                 entering.append(states[data.req_id])
 
     def _resume(self, state: RequestState, data: CachedRequestData) -> None:
-        """A preempted request comes back: its blocks are replaced, its ids are told anew."""
+        """A preempted request comes back: blocks and slot are replaced, its ids told anew."""
         state.num_blocks = 0
+        self.state_slots[state.slot] = data.state_slot
         self.num_draft_computed[state.slot] = data.num_computed_tokens
         if data.all_token_ids is None:
             return
@@ -315,6 +326,7 @@ class InputBatch:
             self.num_draft_tokens = _extended(self.num_draft_tokens, slots)
             self.num_draft_computed = _extended(self.num_draft_computed, slots)
             self.adapter_slots = _extended(self.adapter_slots, slots)
+            self.state_slots = _extended(self.state_slots, slots)
         if slots != old_slots or num_tokens > old_tokens:
             self.token_ids = self._copied(self.token_ids, slots, _grown(old_tokens, num_tokens))
         if slots != old_slots or num_blocks > old_blocks:

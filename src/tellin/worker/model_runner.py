@@ -34,7 +34,7 @@ from tellin.worker.pooler import Pooler, PoolRows, token_types
 from tellin.worker.prompt_logprobs import ProcessedRows, PromptLogprobs, PromptRows
 from tellin.worker.spec_decode import make_drafter
 from tellin.worker.steady_decode import SteadyDecode
-from tellin.worker.step_inputs import StepInputs, build_inputs, build_step
+from tellin.worker.step_inputs import StepInputs, build_inputs, build_step, with_saves
 from tellin.worker.step_output import StepOutput
 from tellin.worker.thinking import ThinkingBudgets
 
@@ -122,8 +122,10 @@ class ModelRunner:
             self.drafter.init_kv_cache(num_blocks)
 
     def free_kv_cache(self) -> None:
-        """Give the KV pools' memory back."""
+        """Give the memory of the pools of KV and of states back."""
         self.backend.free_kv_cache()
+        if self.batch.has_states:
+            self.backend.free_state_cache()
         if self.drafter is not None:
             self.drafter.free_kv_cache()
 
@@ -144,6 +146,7 @@ class ModelRunner:
         """Go on with a fresh backend for the same model."""
         self._backend = backend
         self._has_token_types = has_token_types(backend)
+        self.batch.has_states = backend.state_bytes_per_slot() > 0
         self.sampler.team = getattr(backend, "thread_team", None)
         if self.lora is not None:
             self.lora.forget_slots()
@@ -168,7 +171,7 @@ class ModelRunner:
                 and self._slots_are_unchanged()
                 and steady.advance(step)
             ):
-                logits = self.backend.forward(steady.inputs.step)
+                logits = self.backend.forward(steady.current(step))
                 seconds = time.perf_counter() - started
                 self._pending = (step, steady.inputs, logits, seconds)
                 return
@@ -184,6 +187,8 @@ class ModelRunner:
                 state.error = f"its parameters could not be set up: {error}"
         if self.processors.engine_wide:
             self.processors.update_state(update)
+        if step.state_copies:
+            self.backend.copy_states(step.state_copies)
         if step.kv_block_copies:
             self.backend.copy_kv_blocks(step.kv_block_copies)
             if self.drafter is not None:
@@ -250,7 +255,7 @@ class ModelRunner:
         computed = batch.num_computed_tokens[batch.row_slots]
         extra: Sequence[PromptRows] = ()
         if self._prompt_logprobs:
-            extra = self._split_prompts(computed, counts)
+            extra = self._split_prompts(computed, counts, step)
         pooling = self._pool_rows(computed, counts) if self.pooler is not None else []
         given = None if self.images is None else self.images.gather(states, computed, counts)
         excluded = [
@@ -261,6 +266,8 @@ class ModelRunner:
         extra_logits = [rows.token_rows for rows in extra]
         extra_logits += [rows.token_rows for rows in pooling]
         inputs = build_inputs(batch, computed, counts, extra_logits, self.block_size, excluded)
+        if step.state_saves:
+            inputs.step = with_saves(inputs.step, batch.rows, step.state_saves)
         if not states:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
         if given is not None:
@@ -312,7 +319,9 @@ class ModelRunner:
 
     # ------------------------------------------------------------------ prompt logprobs
 
-    def _split_prompts(self, computed: Int32Array, counts: Int32Array) -> list[PromptRows]:
+    def _split_prompts(
+        self, computed: Int32Array, counts: Int32Array, step: SchedulerOutput
+    ) -> list[PromptRows]:
         """Decide which passes give the logits of prompt positions.
 
         The head of a chunk that is too long is run at once, in passes of its own; ``computed`` and
@@ -333,7 +342,7 @@ class ModelRunner:
                 head = min(num_rows, self._max_prompt_logits, int(counts[row]) - 1)
                 if head == 0:
                     break
-                self._run_head(table, state, int(computed[row]), head)
+                self._run_head(table, state, int(computed[row]), head, step)
                 computed[row] += head
                 counts[row] -= head
                 num_rows = table.num_rows(int(computed[row]), int(counts[row]))
@@ -346,12 +355,21 @@ class ModelRunner:
             for table, state, row, num_rows in left
         ]
 
-    def _run_head(self, table: PromptLogprobs, state: RequestState, start: int, count: int) -> None:
+    def _run_head(
+        self,
+        table: PromptLogprobs,
+        state: RequestState,
+        start: int,
+        count: int,
+        scheduled: SchedulerOutput,
+    ) -> None:
         rows = PromptRows(table, state, start, _range(count))
         slots, starts, counts = (np.array([x], np.int32) for x in (state.slot, start, count))
         step = build_step(
-            self.batch, slots, starts, counts, rows.token_rows, self.block_size, with_adapters=True
+            self.batch, slots, starts, counts, rows.token_rows, self.block_size, is_target=True
         )
+        if scheduled.state_saves:
+            step = with_saves(step, {state.req_id: 0}, scheduled.state_saves)
         given = None if self.images is None else self.images.gather([state], starts, counts)
         if given is not None:
             step = replace(step, embeds=given[0], embed_rows=given[1])

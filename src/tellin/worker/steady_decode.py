@@ -16,7 +16,7 @@ from tellin.kernels.batch import StepBatch
 from tellin.kernels.sampler import Sampler, SampleResult, SampleRows
 from tellin.step_protocol import ModelRunnerOutput, SchedulerOutput
 from tellin.worker.input_batch import InputBatch
-from tellin.worker.step_inputs import StepInputs
+from tellin.worker.step_inputs import StepInputs, with_saves
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -62,6 +62,7 @@ class SteadyDecode:
             block_table=table,
             logits_indices=rows[:-1],
             adapter_slots=batch.adapter_slots[slots] if batch.has_adapters else None,
+            state_slots=batch.state_slots[slots] if batch.has_states else None,
         )
         sample_rows = np.array([batch.row_of(req_id) for req_id in req_ids], np.int32)
         self.inputs = StepInputs(step, sample_rows, rows, count)
@@ -80,6 +81,7 @@ class SteadyDecode:
             or step.finished_req_ids
             or step.scheduled_spec_decode_tokens
             or step.kv_block_copies
+            or step.state_copies
             or self._num_steps >= self._steps_left
         ):
             return False
@@ -101,6 +103,13 @@ class SteadyDecode:
         np.add(self.inputs.step.seq_lens, 1, out=self.inputs.step.seq_lens)
         np.add(self._lens, 1, out=self._lens)
         return True
+
+    def current(self, step: SchedulerOutput) -> StepBatch:
+        """The backend's batch for a step to which `advance` has moved on."""
+        if not step.state_saves:
+            return self.inputs.step
+        rows = {req_id: row for row, req_id in enumerate(self._req_ids)}
+        return with_saves(self.inputs.step, rows, step.state_saves)
 
     def _take_blocks(self, step: SchedulerOutput) -> bool:
         """Append new blocks to both tables; False if the spare columns are used up."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -45,11 +46,11 @@ def build_step(
     logits_indices: Int32Array,
     block_size: int,
     *,
-    with_adapters: bool = False,
+    is_target: bool = False,
 ) -> StepBatch:
     """The backend's batch: ``counts[i]`` tokens of each slot from position ``computed[i]``.
 
-    A draft model's batch is without the requests' adapters.
+    A draft model's batch (not ``is_target``) is without the requests' adapters and states.
     """
     query_start = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(counts, out=query_start[1:])
@@ -67,8 +68,31 @@ def build_step(
         seq_lens=seq_lens,
         block_table=np.ascontiguousarray(batch.block_table[slots, :num_blocks]),
         logits_indices=logits_indices,
-        adapter_slots=batch.adapter_slots[slots] if with_adapters and batch.has_adapters else None,
+        adapter_slots=batch.adapter_slots[slots] if is_target and batch.has_adapters else None,
+        state_slots=batch.state_slots[slots] if is_target and batch.has_states else None,
     )
+
+
+def with_saves(
+    step: StepBatch, rows: Mapping[str, int], saves: Sequence[tuple[str, int, int]]
+) -> StepBatch:
+    """The step with those of `SchedulerOutput.state_saves` whose tokens it computes.
+
+    Args:
+        rows: which of the step's requests each id is.
+    """
+    kept = []
+    for req_id, num_tokens, slot in saves:
+        row = rows.get(req_id)
+        if row is None:
+            continue
+        start, end = step.query_start_loc[row : row + 2].tolist()
+        num_before = int(step.positions[start])
+        if num_before < num_tokens <= num_before + end - start:
+            kept.append((row, num_tokens, slot))
+    if not kept:
+        return step
+    return replace(step, state_saves=np.array(sorted(kept), np.int32))
 
 
 def build_inputs(
@@ -108,7 +132,5 @@ def build_inputs(
     logits_indices = sampled.astype(np.int32)
     if extra_logits:
         logits_indices = np.concatenate([logits_indices, *extra_logits])
-    step = build_step(
-        batch, slots, computed, counts, logits_indices, block_size, with_adapters=True
-    )
+    step = build_step(batch, slots, computed, counts, logits_indices, block_size, is_target=True)
     return StepInputs(step, sample_rows, sample_start, len(sampled))

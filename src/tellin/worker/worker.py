@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -53,6 +53,7 @@ class Worker:
         self.config = config
         self._given_backend = backend is not None
         self._num_kv_blocks = 0
+        self._num_state_slots = 0
         self._asleep: set[str] = set()
         self._profiled: ProfiledBackend | None = None
         self._operations: list[OperationProfile] = []
@@ -76,8 +77,12 @@ class Worker:
         """Bytes of one KV block, all layers together."""
         return self.runner.kv_bytes_per_block()
 
+    def state_bytes_per_slot(self) -> int:
+        """Bytes of one request's recurrent state, all layers together; 0 = the model has none."""
+        return self.runner.backend.state_bytes_per_slot()
+
     def determine_available_memory(self) -> int:
-        """Bytes the KV pool may take, weights being in place.
+        """Bytes the pools of KV and of states may take together, weights being in place.
 
         Raises:
             OutOfMemoryError: what the configuration asks for is not there.
@@ -116,6 +121,11 @@ class Worker:
         self._num_kv_blocks = num_blocks
         self.runner.init_kv_cache(num_blocks)
 
+    def initialize_state_cache(self, num_slots: int) -> None:
+        """Make the pool of recurrent states. Its memory is touched only as it is used."""
+        self._num_state_slots = num_slots
+        self.runner.backend.init_state_cache(num_slots)
+
     # ------------------------------------------------------------------ steps
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> None:
@@ -136,13 +146,15 @@ class Worker:
         return self.runner.sample_tokens(grammar_output)
 
     def execute_dummy_batch(self) -> None:
-        """A forward pass of one token in the null block: no effect on any request."""
+        """A forward pass of one token in the null block and slot: no effect on any request."""
         if self._asleep or self._num_kv_blocks == 0:
             return
         zero, one = np.zeros(1, np.int32), np.ones(1, np.int32)
-        self.runner.backend.forward(
-            StepBatch(zero, zero, np.array([0, 1], np.int32), one, np.zeros((1, 1), np.int32), zero)
-        )
+        table = np.zeros((1, 1), np.int32)
+        step = StepBatch(zero, zero, np.array([0, 1], np.int32), one, table, zero)
+        if self._num_state_slots:
+            step = replace(step, state_slots=zero)
+        self.runner.backend.forward(step)
 
     # ------------------------------------------------------------------ sleep
 
@@ -155,7 +167,7 @@ class Worker:
         """Give memory back. The caller has seen to it that no request is running.
 
         Args:
-            level: 0 does nothing here; 1 drops the KV pool; 2 drops the weights too.
+            level: 0 does nothing here; 1 drops the pools; 2 drops the weights too.
         """
         if level not in (0, 1, 2):
             raise InvalidParameterError(
@@ -198,6 +210,8 @@ class Worker:
             self._asleep.discard("weights")
         if "kv_cache" in wanted and "weights" not in self._asleep:
             self.runner.init_kv_cache(self._num_kv_blocks)
+            if self._num_state_slots:
+                self.runner.backend.init_state_cache(self._num_state_slots)
             self._asleep.discard("kv_cache")
 
     # ------------------------------------------------------------------ control
