@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.gated_delta import linear_attention_from_gguf
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
@@ -73,7 +74,9 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
         raise unsupported_architecture(metadata.path, architecture)
     reader = _Reader(metadata, architecture, tensors)
     hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
-    return check_hparams(metadata.path, with_recurrent_metadata(metadata, hparams))
+    hparams = with_recurrent_metadata(metadata, hparams)
+    hparams = linear_attention_from_gguf(metadata, hparams)
+    return check_hparams(metadata.path, hparams)
 
 
 class _Reader:
@@ -171,7 +174,7 @@ class _Reader:
                     f"supported are {' and '.join(f'{one:g}' for one in allowed)}"
                 )
         # Qwen2-MoE and OLMoE take the weights as they are; files of the others need not say more.
-        normalizes = architecture in (*NORMALIZES_EXPERTS, "lfm2moe", "qwen3moe")
+        normalizes = architecture in (*NORMALIZES_EXPERTS, "lfm2moe", "qwen3moe", "qwen3next")
         return replace(
             hparams,
             architecture=architecture,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.gated_delta import GATED_DELTA, linear_attention_from_config
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
@@ -57,13 +58,19 @@ _ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen2_moe": "qwen2moe",
     "qwen3": "qwen3",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe",
+    "qwen3_next": "qwen3next",
     "roberta": "bert",
     "smollm3": "smollm3",
     "xlm-roberta": "bert",
     **HYBRID_MODEL_TYPES,
 }
 """``model_type`` to architecture."""
+
+_TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""``model_type`` of models whose images are not read, and that of their text model."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -74,6 +81,7 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+_GATED_DELTA = {"rms_norm_eps": 1e-6, "head_dim": 256, "partial_rotary_factor": 0.25}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192},
     "gemma2": {
@@ -168,6 +176,21 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
+    "qwen35": _GATED_DELTA,
+    "qwen35moe": {
+        **_GATED_DELTA,
+        "intermediate_size": 512,  # of no layer: all have experts
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+    },
+    "qwen3next": {
+        **_GATED_DELTA,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "smollm3": {
         "rms_norm_eps": 1e-6,
@@ -194,7 +217,7 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
 """Keys of mixtures and the values whose meaning is what the plan does."""
 _WITHOUT_WINDOW = (
     "ernie4_5-moe", "gemma", "glm4", "glm4moe", "llama", "lfm2", "lfm2moe", "olmo2",
-    "olmoe", "smollm3", *GRANITE_FAMILY,
+    "olmoe", "smollm3", *GATED_DELTA, *GRANITE_FAMILY,
 )  # fmt: skip
 _SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
 
@@ -226,12 +249,16 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     config = renamed_config(TypedMapping(config.path, merged), architecture)
     reader = _Reader(config, architecture)
     hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
-    return check_hparams(config.path, with_recurrent_config(config, hparams))
+    hparams = with_recurrent_config(config, hparams)
+    hparams = linear_attention_from_config(config, hparams)
+    return check_hparams(config.path, hparams)
 
 
 def _text_config(config: TypedMapping) -> TypedMapping:
     """The part of a configuration that describes the text model: of most all of it."""
     model_type = config.get_str("model_type", "")
+    if model_type in _TEXT_PARTS:
+        return _text_part(config, model_type)
     if model_type not in VISION_MODELS:
         return config
     text = config.get_mapping("text_config")
@@ -244,6 +271,26 @@ def _text_config(config: TypedMapping) -> TypedMapping:
     return TypedMapping(
         config.path,
         {**defaults, **given, "model_type": kind, "tie_word_embeddings": tied},
+    )
+
+
+def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
+    """The text model of a composite one whose images are not read."""
+    text = config.get_mapping("text_config")
+    kind = _TEXT_PARTS[model_type]
+    if text.get_str("model_type", kind) not in (kind, model_type):
+        raise UnsupportedModelError(
+            f"{config.path}: {model_type!r} with a text model {text.get_str('model_type')!r} is "
+            f"not supported; supported is {kind!r}"
+        )
+    tied = text.get_bool("tie_word_embeddings", False)
+    return TypedMapping(
+        config.path,
+        {
+            **text,
+            "model_type": kind,
+            "tie_word_embeddings": config.get_bool("tie_word_embeddings", tied),
+        },
     )
 
 

@@ -37,7 +37,10 @@ SUPPORTED_ARCHITECTURES = (
     "qwen2",
     "qwen2moe",
     "qwen3",
+    "qwen35",
+    "qwen35moe",
     "qwen3moe",
+    "qwen3next",
     "smollm3",
 )
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
@@ -55,10 +58,19 @@ WITH_EXPERTS = (
     "mixtral",
     "olmoe",
     "qwen2moe",
+    "qwen35moe",
     "qwen3moe",
+    "qwen3next",
 )
 """Mixtures of experts."""
-NORMALIZES_EXPERTS = ("ernie4_5-moe", "gpt-oss", "granitehybrid", "granitemoe", "mixtral")
+NORMALIZES_EXPERTS = (
+    "ernie4_5-moe",
+    "gpt-oss",
+    "granitehybrid",
+    "granitemoe",
+    "mixtral",
+    "qwen35moe",
+)
 """Mixtures that always divide the weights of a token's experts by their sum."""
 SIGMOID_EXPERTS = ("glm4moe", "lfm2moe")
 """Mixtures that score experts by the sigmoid of their logits."""

@@ -29,6 +29,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError
+from tellin.loading.gated_delta import (
+    GATED_DELTA,
+    gated_delta_gguf_name,
+    gated_delta_order,
+    gated_delta_parts,
+)
 from tellin.loading.hparams import NORMS_AFTER_BLOCKS, WITH_EXPERTS
 from tellin.loading.hybrid_names import (
     GGUF_RECURRENT,
@@ -37,6 +43,7 @@ from tellin.loading.hybrid_names import (
     recurrent_parts,
     recurrent_tensor,
 )
+from tellin.loading.reordered import Order, reordered
 from tellin.loading.tensors import ModelHParams, TensorRef
 
 _GGUF_GLOBAL = {
@@ -103,9 +110,12 @@ _HF_PREFIX = re.compile(
 _HF_CONSTANT = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z"
     r"|(model\.)?mtp_(block|emb_norm|hidden_norm|linear_proj)\."
+    r"|(model\.)?mtp\."
 )
-"""Constants that old checkpoints store, and ERNIE's layers that predict further tokens."""
-_HF_VISION = re.compile(r"(model\.)?(vision_tower|multi_modal_projector|vision_model|connector)\.")
+"""Constants that old checkpoints store, and layers of ERNIE and Qwen that predict further tokens."""
+_HF_VISION = re.compile(
+    r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model|connector)\."
+)
 """The image half of a model: `tellin.loading.vision` reads it."""
 _HF_BERT = (
     (re.compile(r"embeddings\.word_embeddings\."), "embed_tokens."),
@@ -192,6 +202,9 @@ def canonical_from_gguf(
     def rename(name: str) -> str | None:
         if _GGUF_DROPPED.match(name):
             return None
+        own_name = gated_delta_gguf_name(name) if architecture in GATED_DELTA else None
+        if own_name is not None:
+            return own_name
         match = _GGUF_LAYER_NAME.match(name)
         if match and match[2] in layer_names:
             return f"layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
@@ -218,9 +231,10 @@ def canonical_from_hf(
 
 
 def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iterable[TensorRef]:
-    """Without the layers of GLM-4.5 that follow its last one: they predict further tokens."""
+    """Without the layers that follow the last one in some families: they predict further tokens."""
+    has_more = hparams.architecture in ("glm4moe", *GATED_DELTA)
     for name, tensor in tensors.items():
-        match = _NUMBERED_LAYER.match(name) if hparams.architecture == "glm4moe" else None
+        match = _NUMBERED_LAYER.match(name) if has_more else None
         if match is None or int(match[1]) < hparams.num_hidden_layers:
             yield tensor
 
@@ -326,6 +340,9 @@ def _split_fused(
             f"{path}: tensor {tensor.name!r} has {tensor.shape[0]} rows, expected {sum(counts)} "
             f"({' + '.join(map(str, counts))})"
         )
+    order = fused_order(hparams, stem)
+    if order is not None:
+        tensor = reordered(tensor, order)
     split = []
     start = 0
     for part, count in parts:
@@ -334,8 +351,19 @@ def _split_fused(
     return split
 
 
+def fused_order(hparams: ModelHParams, layer: str) -> Order | None:
+    """The file's row for each row of a fused layer whose parts lie one after the other.
+
+    None where they do so in the file.
+    """
+    return gated_delta_order(hparams, layer)
+
+
 def fused_parts(hparams: ModelHParams, layer: str) -> list[tuple[str, int]]:
     """Name and rows of each linear layer that a fused one consists of; none if it is not fused."""
+    mixed = gated_delta_parts(hparams, layer)
+    if mixed:
+        return mixed
     prefix, _, name = layer.rpartition(".")
     kv_rows = hparams.num_key_value_heads * hparams.head_dim
     if name == "qkv_proj":

@@ -175,6 +175,19 @@ class MambaHParams:
 
 
 @dataclass(frozen=True)
+class LinearAttentionHParams:
+    """Dimensions of layers with the gated delta rule."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+    is_tiled: bool = False
+    """Value head h goes with key head ``h % num_key_heads``; False: neighbours share one."""
+
+
+@dataclass(frozen=True)
 class ModelHParams:
     """A model's dimensions, whatever file format they came from (names: Hugging Face configs)."""
 
@@ -235,3 +248,4 @@ class ModelHParams:
     conv_kernel: int = 0
     """Inputs that a short convolution sees (LFM2)."""
     mamba: MambaHParams | None = None
+    linear_attention: LinearAttentionHParams | None = None

@@ -39,7 +39,10 @@ _ARCHITECTURES = {
     "qwen2": "qwen2",
     "qwen2moe": "qwen2moe",
     "qwen3": "qwen3",
+    "qwen35": "qwen3next",
+    "qwen35moe": "qwen3next",
     "qwen3moe": "qwen3moe",
+    "qwen3next": "qwen3next",
     "smollm3": "smollm3",
 }
 """Architecture name (GGUF ``general.architecture``, Hugging Face ``model_type``) to module name."""

@@ -73,18 +73,25 @@ class PlanBuilder(RecurrentBuilder):
 
     # ---- norms -------------------------------------------------------------------------------
 
-    def rms_norm(self, x: Buffer, name: str, *, group: int | None = None) -> Buffer:
-        """RMSNorm of each row, or of each group of ``group`` values (per-head norm)."""
+    def rms_norm(
+        self,
+        x: Buffer,
+        name: str,
+        *,
+        group: int | None = None,
+        weight_offset: float | None = None,
+    ) -> Buffer:
+        """RMSNorm of each row, or of each group of ``group`` values (per-head norm).
+
+        ``weight_offset``: added to the weight; None = what the model adds to all its norms'.
+        """
         if group is not None and x.width % group:
             raise self._error(f"{x.name} has width {x.width}, not a multiple of group {group}")
         weight = self._vector(f"{name}.weight", group or x.width)
         out = self._buffer(x.width, x.rows, name)
         hp = self.hparams
-        self._ops.append(
-            ir.RmsNorm(
-                x, weight, out, hp.norm_eps, weight_offset=hp.norm_weight_offset, group=group
-            )
-        )
+        offset = hp.norm_weight_offset if weight_offset is None else weight_offset
+        self._ops.append(ir.RmsNorm(x, weight, out, hp.norm_eps, weight_offset=offset, group=group))
         return out
 
     def layer_norm(self, x: Buffer, name: str) -> Buffer:
