@@ -48,14 +48,17 @@ def is_finite(tensor: TensorRef) -> bool:
 
 
 def _are_rows_finite(tensor: TensorRef) -> bool:
-    """Of rows that a reader makes, which refuses those that are not."""
+    """Of rows that a reader makes, or refuses to make."""
     step = max(1, _CHUNK_BYTES // tensor.shape[1])
     try:
-        for start in range(0, tensor.shape[0], step):
-            tensor.read_rows(start, min(start + step, tensor.shape[0]))
+        return all(
+            _is_chunk_finite(
+                tensor.quant_type, tensor.read_rows(start, min(start + step, tensor.shape[0]))
+            )
+            for start in range(0, tensor.shape[0], step)
+        )
     except ModelLoadError:
         return False
-    return True
 
 
 def _is_chunk_finite(quant_type: QuantType, data: npt.NDArray[np.uint8]) -> bool:

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5 in files: dimensions of their linear attention, names, rows that are mixed.
+"""Qwen3-Next and Qwen3.5 in files: dimensions of linear attention, names, rows that are mixed.
 
 Their layers take turns: linear attention by the gated delta rule, and attention whose output is
 gated. Canonical names are those of Qwen3.5's checkpoints, with every projection by itself:

@@ -107,7 +107,10 @@ class _Reader:
         return ModelHParams(
             architecture=self.architecture,
             hidden_size=self.hidden_size,
-            intermediate_size=self._uniform_int("feed_forward_length"),
+            # Files of some mixtures tell the width of experts only.
+            intermediate_size=self._uniform_int(
+                "feed_forward_length", self._int("expert_feed_forward_length", 0) or None
+            ),
             num_hidden_layers=self.num_layers,
             num_attention_heads=self.num_heads,
             num_key_value_heads=self._uniform_int("attention.head_count_kv", self.num_heads),

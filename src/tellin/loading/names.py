@@ -112,7 +112,7 @@ _HF_CONSTANT = re.compile(
     r"|(model\.)?mtp_(block|emb_norm|hidden_norm|linear_proj)\."
     r"|(model\.)?mtp\."
 )
-"""Constants that old checkpoints store, and layers of ERNIE and Qwen that predict further tokens."""
+"""Constants that old checkpoints store, and layers that predict further tokens (ERNIE, Qwen)."""
 _HF_VISION = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model|connector)\."
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -39,10 +40,7 @@ class ReorderedRows:
         cuts = [0, *(np.flatnonzero(np.diff(order) != 1) + 1).tolist(), len(order)]
         first = order.tolist()
         return np.concatenate(
-            [
-                self._base.read_rows(first[a], first[a] + b - a)
-                for a, b in zip(cuts, cuts[1:], strict=False)
-            ]
+            [self._base.read_rows(first[a], first[a] + b - a) for a, b in pairwise(cuts)]
         )
 
 

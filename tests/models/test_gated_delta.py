@@ -1,0 +1,149 @@
+"""Qwen3-Next and Qwen3.5 from checkpoints and GGUF files: logits, promise 1, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from tellin.exceptions import ModelLoadError, TellinError, UnsupportedModelError
+from tellin.kernels.reference import ReferenceBackend
+from tellin.loading import open_model
+from tellin.models import build_plan
+from tellin.models.plan.ir import Plan
+from tests.models.gated_delta import CASES, V_HEADS, write_checkpoint, write_tiny_gguf
+from tests.models.stepping import Stepper, logits_of
+from tests.models.tiny import tiny_token_ids
+
+IDS = tiny_token_ids().tolist()
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, np.ndarray]:
+    with np.load(Path(__file__).parents[1] / "data" / "gated_delta.npz") as stored:
+        return dict(stored)
+
+
+def plan_of(path: Path, **options: Any) -> Plan:
+    with open_model(path) as source:
+        return build_plan(source, **options)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_of_transformers(name: str, golden: dict[str, np.ndarray], tmp_path: Path) -> None:
+    """From a checkpoint, from one with a vision tower, and from GGUF with its orders of rows."""
+    paths = [write_checkpoint(tmp_path / "text", name), write_tiny_gguf(tmp_path / "m.gguf", name)]
+    if name.startswith("qwen35"):
+        paths.append(write_checkpoint(tmp_path / "composite", name, composite=True))
+    for path in paths:
+        logits = logits_of(ReferenceBackend(plan_of(path)), IDS)
+        np.testing.assert_allclose(logits, golden[name], rtol=0, atol=3e-4, err_msg=str(path))
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
+def test_promise_1_of_chunks_and_batches(name: str, tmp_path: Path) -> None:
+    backend = ReferenceBackend(plan_of(write_tiny_gguf(tmp_path / "m.gguf", name)))
+    whole = logits_of(backend, IDS)
+    steps = Stepper(backend, slots={"a": 7, "b": 3})
+    parts = [
+        steps.step([("b", IDS[::-1][:5]), ("a", IDS[:2])])[1],
+        steps.step([("a", IDS[2:3]), ("b", IDS[5:9])])[0],
+        steps.step([("a", IDS[3:16])])[0],
+        *(steps.step([("b", [i]), ("a", IDS[i : i + 1])])[1] for i in range(16, 20)),
+    ]
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def test_kinds_of_layers_and_what_they_keep(tmp_path: Path) -> None:
+    """Three layers with states, the fourth with keys and values; MTP's is left out."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", "qwen35")
+    with open_model(path) as source:
+        assert source.hparams.layer_types == ("linear_attention",) * 3 + ("full_attention",)
+        assert source.hparams.num_hidden_layers == 4
+        assert not [name for name in source.tensors if "layers.4" in name]
+        plan = build_plan(source)
+    assert len(plan.kv_layers) == 1
+    assert sum(layer.num_values for layer in plan.state_layers) == 3 * (
+        V_HEADS * 16 * 16 + 3 * (2 * 32 + V_HEADS * 16)
+    )
+
+
+def test_passes_change_no_bit(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "qwen3next_some_dense")
+    recorded, fused = (ReferenceBackend(plan_of(path, fuse=fuse)) for fuse in (False, True))
+    np.testing.assert_array_equal(logits_of(recorded, IDS), logits_of(fused, IDS))
+
+
+def test_mixed_rows_of_quantised_matrices(tmp_path: Path) -> None:
+    """Rows of blocks change places as a whole; a weight that is not finite is still found."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", "qwen35", gguf.GGMLQuantizationType.Q8_0)
+    with (
+        open_model(path) as source,
+        open_model(write_tiny_gguf(tmp_path / "f.gguf", "qwen35")) as floats,
+    ):
+        source.check_weights()
+        for part in ("q", "gate"):
+            name = f"layers.3.self_attn.{part}_proj.weight"
+            tensor, expected = source.tensors[name], floats.tensors[name]
+            assert (tensor.shape, tensor.format_name) == (expected.shape, "Q8_0")
+            rows = expected.read_rows(3, 70).view(np.float32).reshape(-1, 64)
+            blocks = gguf.quants.quantize(rows, gguf.GGMLQuantizationType.Q8_0)
+            np.testing.assert_array_equal(tensor.read_rows(3, 70), blocks.reshape(-1))
+    raw = bytearray(path.read_bytes())
+    with open_model(path) as source:
+        start = source.tensors["layers.3.self_attn.gate_proj.weight"].data.tobytes()
+    at = raw.index(start) + 40 * 2 * 34  # the first scale of a row of the gate's
+    raw[at : at + 2] = np.float16(np.nan).tobytes()
+    path.write_bytes(raw)
+    with (
+        open_model(path) as source,
+        pytest.raises(ModelLoadError, match=r"self_attn\.gate_proj.*NaN"),
+    ):
+        source.check_weights()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"attn_output_gate": False}, UnsupportedModelError, "'attn_output_gate' is False"),
+        ({"layer_types": ["linear_attention"] * 3}, ModelLoadError, "kind of 3 layers.* are 4"),
+        (
+            {"layer_types": ["sliding_attention"] * 4},
+            UnsupportedModelError,
+            "'sliding_attention'.*linear_attention, full_attention",
+        ),
+        ({"linear_num_key_heads": 4}, ModelLoadError, "6 value heads.*4 key heads"),
+        ({"linear_num_key_heads": 0}, ModelLoadError, "num_key_heads of linear attention is 0"),
+        ({"linear_num_key_heads": 1}, ModelLoadError, r"in_proj_qkv.*160 rows, expected 128"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    changes: dict[str, Any], error: type[TellinError], match: str, tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path, "qwen35", composite=True)
+    values = json.loads((path / "config.json").read_text())
+    values["text_config"] |= changes
+    (path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(error, match=match):
+        plan_of(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoints_that_transformers_saves(
+    name: str, golden: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    import torch
+    import transformers
+
+    from tests.data.make.make_gated_delta import CLASSES
+
+    folder = write_checkpoint(tmp_path / "made", name)
+    model = getattr(transformers, CLASSES[CASES[name]]).from_pretrained(folder, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    logits = logits_of(ReferenceBackend(plan_of(tmp_path / "saved")), IDS)
+    np.testing.assert_allclose(logits, golden[name], rtol=0, atol=3e-4)
