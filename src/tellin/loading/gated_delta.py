@@ -22,6 +22,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +37,25 @@ KINDS = ("linear_attention", "full_attention")
 _TILED = ("qwen35", "qwen35moe")
 """Whose GGUF files have value head h beside key head ``h % num_key_heads``."""
 _MAX_SIZE = 1 << 16
+_TEXT = {"rms_norm_eps": 1e-6, "head_dim": 256, "partial_rotary_factor": 0.25}
+GATED_DELTA_DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen35": _TEXT,
+    "qwen35moe": {
+        **_TEXT,
+        "intermediate_size": 512,  # of no layer: all have experts
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+    },
+    "qwen3next": {
+        **_TEXT,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "norm_topk_prob": True,
+    },
+}
+"""What a ``config.json`` leaves out, by architecture."""
 _DEFAULTS = {
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128,

@@ -13,7 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.gated_delta import GATED_DELTA, linear_attention_from_config
+from tellin.loading.gated_delta import (
+    GATED_DELTA,
+    GATED_DELTA_DEFAULTS,
+    linear_attention_from_config,
+)
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
@@ -81,7 +85,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-_GATED_DELTA = {"rms_norm_eps": 1e-6, "head_dim": 256, "partial_rotary_factor": 0.25}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192},
     "gemma2": {
@@ -176,21 +179,6 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
     },
-    "qwen35": _GATED_DELTA,
-    "qwen35moe": {
-        **_GATED_DELTA,
-        "intermediate_size": 512,  # of no layer: all have experts
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-    },
-    "qwen3next": {
-        **_GATED_DELTA,
-        "num_experts": 512,
-        "num_experts_per_tok": 10,
-        "moe_intermediate_size": 512,
-        "norm_topk_prob": True,
-    },
     "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     "smollm3": {
         "rms_norm_eps": 1e-6,
@@ -243,7 +231,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     if model_type == "gemma3" and config.has("text_config"):
         config = config.get_mapping("text_config")
     merged = {
-        **(_DEFAULTS | HYBRID_DEFAULTS).get(architecture, {}),
+        **(_DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS).get(architecture, {}),
         **{k: v for k, v in config.items() if v is not None},
     }
     config = renamed_config(TypedMapping(config.path, merged), architecture)
