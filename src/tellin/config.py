@@ -86,6 +86,8 @@ class ModelConfig:
     """None = the engine does not pool. With ``runner_type`` ``generate`` it does both."""
     own_chat_template: str | None = None
     """The user's template; None = the model's, of which it may have several."""
+    enable_prompt_embeds: bool = False
+    """Prompts may be rows of embeddings in the place of tokens."""
 
 
 @dataclass(frozen=True)
@@ -375,6 +377,8 @@ class EngineArgs(metaclass=_EngineArgsMeta):
     beside the model, if there is one."""
     allowed_local_media_path: str | Path | None = None
     """Folder from which ``file:`` URLs of images may be read; None = from nowhere."""
+    enable_prompt_embeds: bool = False
+    """Take prompts as embeddings too: ``{"prompt_embeds": [num_tokens, hidden_size] array}``."""
 
     speculative_config: dict[str, Any] | SpeculativeConfig | None = None
     structured_outputs_config: dict[str, Any] | StructuredOutputsConfig | None = None
@@ -435,7 +439,6 @@ UNSUPPORTED_ENGINE_ARGS = {
     "config_format": "the file says what it is",
     "enable_expert_parallel": "one process uses all cores",
     "enable_log_requests": "what requests say is never logged",
-    "enable_prompt_embeds": "prompts are texts or token ids",
     "fully_sharded_loras": "one process uses all cores",
     "hf_token": "the environment variable HF_TOKEN is read when a model is pulled",
     "kv_events_config": "say where to publish with kv_events_endpoint",
@@ -478,7 +481,6 @@ _NEUTRAL_ENGINE_ARGS: Mapping[str, tuple[Any, ...]] = {
     "device": ("auto", "cpu"),
     "enable_expert_parallel": (False,),
     "enable_log_requests": (False,),
-    "enable_prompt_embeds": (False,),
     "fully_sharded_loras": (False,),
     "hf_overrides": ({},),
     "load_format": ("auto",),

@@ -3,7 +3,7 @@
 ``h[i] = sha256(h[i-1] + ids as u32 LE + extra keys)``. The encoding is canonical: it depends on the
 values only, not on the Python version or the process, so two engines with the same settings agree
 on every hash (outside routers rely on it). Extra keys separate what equal ids do not: adapter,
-cache salt, multimodal content.
+cache salt, multimodal content, rows of embeddings in the place of ids.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ HASH_ALGORITHMS = ("sha256",)
 _TAG_LORA = b"L"
 _TAG_MULTIMODAL = b"M"
 _TAG_SALT = b"S"
+_TAG_EMBEDS = b"E"
 
 
 def _text(value: str) -> bytes:
@@ -58,7 +59,12 @@ class BlockHasher:
             return
         token_ids = request._all_token_ids
         parent = hashes[-1] if hashes else ROOT_HASH
-        plain = not (request.lora_request or request.mm_features or request.cache_salt)
+        plain = not (
+            request.lora_request
+            or request.mm_features
+            or request.cache_salt
+            or request.prompt_embeds is not None
+        )
         for index in range(first, last):
             start = index * block_size
             data = parent + pack(*token_ids[start : start + block_size])
@@ -94,7 +100,15 @@ class BlockHasher:
             keys += _TAG_MULTIMODAL + _text(identifier) + struct.pack("<q", offset)
         if request.cache_salt and start == 0:
             keys += _TAG_SALT + _text(request.cache_salt)
+        if request.prompt_embeds is not None and start < request.num_prompt_tokens:
+            keys += _TAG_EMBEDS + self.embeds_key(request, start)
         return keys
+
+    def embeds_key(self, request: Request, start: int) -> bytes:
+        """Hash of the rows that the block's tokens have in the place of ids."""
+        values = memoryview(request.prompt_embeds).cast("B")
+        row_bytes = len(values) // request.num_prompt_tokens
+        return sha256(values[start * row_bytes : (start + self.block_size) * row_bytes]).digest()
 
     def multimodal_keys(self, request: Request, start: int) -> list[tuple[str, int]]:
         """``(identifier, item offset - start)`` of every item that overlaps the block."""

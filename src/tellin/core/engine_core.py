@@ -18,14 +18,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from tellin.config import EngineConfig
+from tellin.config import EngineConfig, ModelConfig
 from tellin.core.encoder_inputs import check_features
 from tellin.core.engine_core_controls import EngineCoreControls
 from tellin.core.kv_sizing import KVCacheSizes, plan_kv_cache
 from tellin.core.request import Request, RequestStatus
 from tellin.core.scheduler import Scheduler
 from tellin.core.structured_output import StructuredOutputManager
-from tellin.exceptions import EngineDeadError, UnsupportedFeatureError
+from tellin.exceptions import EngineDeadError, InvalidParameterError, UnsupportedFeatureError
 from tellin.protocol import EngineCoreOutputs, EngineCoreReady, EngineCoreRequest
 from tellin.step_protocol import ModelRunnerOutput, SchedulerOutput
 
@@ -159,7 +159,7 @@ class EngineCore(EngineCoreControls):
 
     def _check_features(self, request: EngineCoreRequest) -> None:
         if request.prompt_embeds is not None:
-            raise UnsupportedFeatureError("this model takes no prompt_embeds; pass token ids")
+            check_embeds(request, self.config.model_config)
         if request.mm_features:
             if self.config.multimodal_config is None:
                 raise UnsupportedFeatureError("this model takes text only, no multimodal items")
@@ -352,6 +352,31 @@ class EngineCore(EngineCoreControls):
                 part.shutdown()
             except Exception:
                 logger.exception("shutting down %s failed", type(part).__name__)
+
+
+def check_embeds(request: EngineCoreRequest, model: ModelConfig) -> None:
+    """Refuse rows that do not have the form the worker computes with.
+
+    Raises:
+        UnsupportedFeatureError: the engine does not take embeddings.
+        InvalidParameterError: another form, or ids beside them.
+    """
+    if not model.enable_prompt_embeds:
+        raise UnsupportedFeatureError(
+            "prompt_embeds are off; start the engine with enable_prompt_embeds=True"
+        )
+    try:
+        view = memoryview(request.prompt_embeds)
+    except TypeError:
+        raise InvalidParameterError("prompt_embeds must be an array of float32") from None
+    is_matrix = view.ndim == 2 and view.shape is not None and view.shape[1] == model.hidden_size
+    if not is_matrix or view.format != "f" or not view.c_contiguous:
+        raise InvalidParameterError(
+            f"prompt_embeds must be [num_tokens, {model.hidden_size}] float32 in C order, got "
+            f"{view.shape} of format {view.format!r}"
+        )
+    if request.prompt_token_ids is not None or request.mm_features:
+        raise InvalidParameterError("prompt_embeds are the whole prompt; leave out ids and items")
 
 
 def describe_step(scheduler_output: SchedulerOutput) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tellin.protocol import (
     EngineCoreEvent,
@@ -113,6 +113,7 @@ class Request:
         "prefill_stats",
         "prefix_waiters",
         "priority",
+        "prompt_embeds",
         "request_id",
         "rng_key",
         "sampling_params",
@@ -144,6 +145,7 @@ class Request:
         trace_headers: dict[str, str] | None = None,
         rng_key: int = 0,
         log_events: bool = False,
+        prompt_embeds: Any = None,
     ) -> None:
         if (sampling_params is None) == (pooling_params is None):
             raise ValueError("exactly one of sampling_params and pooling_params must be set")
@@ -157,6 +159,7 @@ class Request:
         self.lora_request = lora_request
         self.lora_generation = lora_generation
         self.mm_features = mm_features or []
+        self.prompt_embeds = prompt_embeds  # [num_prompt_tokens, hidden_size] f32; its ids are 0
         self.cache_salt = cache_salt
         self.trace_headers = trace_headers
         self.structured_output_request: StructuredOutputRequest | None = None
@@ -236,11 +239,14 @@ class Request:
         log_events: bool = False,
     ) -> Request:
         """Build from the wire form. Raises ValueError when it is inconsistent."""
-        if request.prompt_token_ids is None:
-            raise ValueError("prompt_token_ids must be set")
+        token_ids, embeds = request.prompt_token_ids, request.prompt_embeds
+        if token_ids is None:
+            if embeds is None:
+                raise ValueError("prompt_token_ids or prompt_embeds must be set")
+            token_ids = [0] * len(embeds)
         return cls(
             request.request_id,
-            request.prompt_token_ids,
+            token_ids,
             request.sampling_params,
             request.pooling_params,
             max_model_len=max_model_len,
@@ -254,6 +260,7 @@ class Request:
             trace_headers=request.trace_headers,
             rng_key=rng_key,
             log_events=log_events,
+            prompt_embeds=embeds,
         )
 
     def __repr__(self) -> str:  # never prompt contents in a log

@@ -104,6 +104,7 @@ class StepPlan:
                     request.rng_key,
                     request.lora_request,
                     request.mm_features or None,
+                    request.prompt_embeds,
                     state_slot=request.state_slot,
                 )
             )

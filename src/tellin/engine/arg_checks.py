@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tellin.checks import check_bool, check_str
-from tellin.config import EngineArgs
-from tellin.exceptions import InvalidParameterError, InvalidTypeError
+from tellin.config import EngineArgs, ModelConfig, SpeculativeConfig
+from tellin.exceptions import InvalidParameterError, InvalidTypeError, UnsupportedFeatureError
 
 _FILLED_IN_LATER = ("eos_token_id", "all_stop_token_ids", "bad_words_token_ids")
 
@@ -139,3 +139,25 @@ def check_generation_overrides(given: Any, defaults: Mapping[str, Any]) -> dict[
             value=given,
         ) from error
     return result
+
+
+def check_prompt_embeds(
+    enabled: bool, model: ModelConfig, speculation: SpeculativeConfig | None
+) -> None:
+    """Refuse ``enable_prompt_embeds`` where rows cannot take the place of tokens.
+
+    Raises:
+        UnsupportedFeatureError: the model pools, or has a draft model, which knows tokens only.
+    """
+    if not enabled:
+        return
+    if model.runner_type == "pooling":
+        raise UnsupportedFeatureError(
+            "enable_prompt_embeds is for models that generate; this one pools (runner='pooling'): "
+            "leave it out, or use runner='both'"
+        )
+    if speculation is not None and speculation.method == "draft_model":
+        raise UnsupportedFeatureError(
+            "speculative_config.method='draft_model' does not go with enable_prompt_embeds: the "
+            "draft model reads token ids; use 'ngram' or 'suffix'"
+        )

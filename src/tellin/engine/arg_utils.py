@@ -30,6 +30,7 @@ from tellin.engine.arg_checks import (
     check_chat_template,
     check_generation_overrides,
     check_logits_processors,
+    check_prompt_embeds,
 )
 from tellin.engine.mm_config import multimodal_config
 from tellin.engine.nested_configs import (
@@ -86,6 +87,7 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
     cache_config = _cache_config(args, whole_prompts)
     scheduler_config = _scheduler_config(args, model_config, whole_prompts)
     speculation = speculative_config(args.speculative_config)
+    check_prompt_embeds(args.enable_prompt_embeds, model_config, speculation)
     return EngineConfig(
         model_config=model_config,
         cache_config=cache_config,
@@ -218,6 +220,7 @@ def _model_config(
         backend=args.backend,
         tokenizer_path=tokenizer_path,
         pooler_config=pooler_config,
+        enable_prompt_embeds=args.enable_prompt_embeds,
     )
 
 

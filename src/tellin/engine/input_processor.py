@@ -25,6 +25,7 @@ from tellin.engine.param_checks import (
     check_room,
     check_sampling_params,
 )
+from tellin.engine.prompt_embeds import prompt_rows
 from tellin.engine.prompts import (
     COMPLETION_TOKENIZE_PARAMS,
     POOLING_TOKENIZE_PARAMS,
@@ -118,6 +119,7 @@ class InputProcessor:
             )
         pools = isinstance(final_params, PoolingParams)
         rendered = self.render(prompt, tokenization_kwargs, pools)
+        embeds = self._prompt_embeds(rendered, final_params)
         token_ids = rendered["prompt_token_ids"]
         if isinstance(final_params, PoolingParams):
             note_token_types(final_params, rendered)
@@ -135,7 +137,7 @@ class InputProcessor:
             arrival_time = rendered.get("arrival_time") or time.time()
         return EngineCoreRequest(
             request_id=request_id,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=token_ids if embeds is None else None,
             mm_features=self._mm_features(rendered.get("mm_items")),
             sampling_params=final_params if isinstance(final_params, SamplingParams) else None,
             pooling_params=final_params if isinstance(final_params, PoolingParams) else None,
@@ -146,6 +148,7 @@ class InputProcessor:
             priority=priority,
             trace_headers=headers,
             reasoning_ended=reasoning_ended,
+            prompt_embeds=embeds,
         )
 
     def adopt_core_request(
@@ -172,11 +175,18 @@ class InputProcessor:
             )
         if request.external_req_id is not None:
             return request
-        if request.prompt_token_ids is None:
-            raise UnsupportedFeatureError("prompt embeddings are not supported by this model")
+        if request.prompt_token_ids is not None:
+            ids = list(request.prompt_token_ids)
+            prompt = RenderedPrompt(type="token", prompt_token_ids=ids)
+        elif request.prompt_embeds is not None:
+            prompt = RenderedPrompt(type="embeds", prompt_embeds=request.prompt_embeds)
+        else:
+            raise InvalidParameterError(
+                "the request has neither prompt_token_ids nor prompt_embeds", parameter="prompt"
+            )
         checked = self.process_inputs(
             request.request_id,
-            RenderedPrompt(type="token", prompt_token_ids=list(request.prompt_token_ids)),
+            prompt,
             request.params,
             supported_tasks,
             lora_request=request.lora_request,
@@ -184,6 +194,7 @@ class InputProcessor:
             data_parallel_rank=request.data_parallel_rank,
         )
         request.prompt_token_ids = checked.prompt_token_ids
+        request.prompt_embeds = checked.prompt_embeds
         request.sampling_params = checked.sampling_params
         request.pooling_params = checked.pooling_params
         return request
@@ -241,6 +252,22 @@ class InputProcessor:
         request.request_id = f"{request.request_id}-{secrets.token_hex(4)}"
 
     # ------------------------------------------------------------------ parts
+
+    def _prompt_embeds(
+        self, rendered: RenderedPrompt, params: SamplingParams | PoolingParams
+    ) -> Any:
+        """The rows of a prompt of embeddings, checked, with zeros for its ids; None for others."""
+        given = rendered.get("prompt_embeds")
+        if given is None:
+            return None
+        if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:
+            raise UnsupportedFeatureError(
+                "prompt_logprobs are probabilities of the prompt's tokens, and prompt_embeds are "
+                "none; leave prompt_logprobs out"
+            )
+        rows = prompt_rows(given, self.config.model_config)
+        rendered["prompt_token_ids"] = [0] * len(rows)
+        return rows
 
     def _mm_features(
         self, mm_items: Mapping[str, MultiModalItems] | None

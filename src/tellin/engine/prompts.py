@@ -45,7 +45,20 @@ class TokensPrompt(TypedDict, total=False):
     """Of a pair of texts, for cross-encoders: 0 for tokens of the first, then 1."""
 
 
-Prompt = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+class EmbedsPrompt(TypedDict, total=False):
+    """A prompt as embeddings, for engines with ``enable_prompt_embeds``.
+
+    ``prompt_embeds`` is an array or a torch tensor ``[num_tokens, hidden_size]``: what the model's
+    input embeddings (``get_input_embeddings()`` in transformers) give for tokens, or any rows in
+    their place. ``prompt`` is their text, if they have one; it is shown and not read.
+    """
+
+    prompt_embeds: Any
+    prompt: str
+    cache_salt: str
+
+
+Prompt = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt | Mapping[str, Any]
 """A raw prompt."""
 
 
@@ -61,9 +74,9 @@ class MultiModalItems(TypedDict):
 
 
 class RenderedPrompt(TypedDict, total=False):
-    """A tokenised prompt. ``type``: token or multimodal."""
+    """A tokenised prompt. ``type``: token, multimodal, or embeds, whose ids are all 0."""
 
-    type: Literal["token", "multimodal"]
+    type: Literal["token", "multimodal", "embeds"]
     prompt_token_ids: list[int]
     prompt: str | None
     cache_salt: str | None
@@ -72,6 +85,8 @@ class RenderedPrompt(TypedDict, total=False):
     mm_items: dict[str, MultiModalItems]
     token_type_ids: list[int]
     """Of a pair of texts: 0 for tokens of the first, then 1 for those of the second."""
+    prompt_embeds: Any
+    """Rows in the place of tokens: see `tellin.engine.prompt_embeds`."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,7 @@ _RAW_KEYS = frozenset(
 
 
 def is_rendered(prompt: Any) -> bool:
-    return isinstance(prompt, dict) and prompt.get("type") in ("token", "multimodal")
+    return isinstance(prompt, dict) and prompt.get("type") in ("token", "multimodal", "embeds")
 
 
 def check_rendered(prompt: Mapping[str, Any]) -> RenderedPrompt:
@@ -162,9 +177,16 @@ def check_rendered(prompt: Mapping[str, Any]) -> RenderedPrompt:
     """
     _check_keys(prompt, frozenset(RenderedPrompt.__annotations__), "a rendered prompt")
     result = cast("RenderedPrompt", dict(prompt))
-    result["prompt_token_ids"] = check_token_ids(prompt.get("prompt_token_ids"))
+    embeds = prompt.get("prompt_embeds")
+    if (embeds is None) == (prompt["type"] == "embeds"):
+        raise InvalidTypeError(
+            "a rendered prompt has prompt_embeds if its type is 'embeds', and only then",
+            parameter="prompt_embeds",
+        )
+    if embeds is None:
+        result["prompt_token_ids"] = check_token_ids(prompt.get("prompt_token_ids"))
     _check_text(prompt.get("prompt"), prompt.get("cache_salt"))
-    types = prompt.get("token_type_ids")
+    types = prompt.get("token_type_ids") if embeds is None else None
     if types is not None:
         result["token_type_ids"] = _check_token_types(types, len(result["prompt_token_ids"]))
     arrival_time = prompt.get("arrival_time")
@@ -264,13 +286,14 @@ def check_token_ids(ids: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class ParsedPrompt:
-    """A raw prompt taken apart; exactly one of ``text`` and ``token_ids`` drives rendering."""
+    """A raw prompt taken apart: ``embeds`` drive rendering, else ``token_ids``, else ``text``."""
 
     text: str | None
     token_ids: list[int] | None
     cache_salt: str | None = None
     images: list[ImageItem] = field(default_factory=list)
     token_type_ids: list[int] | None = None
+    embeds: Any = None
 
 
 def parse_prompt(prompt: Any) -> ParsedPrompt:
@@ -278,7 +301,7 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
 
     Raises:
         InvalidTypeError: it is not one of the accepted forms.
-        UnsupportedFeatureError: embeddings, an encoder-decoder pair, or other data than images.
+        UnsupportedFeatureError: an encoder-decoder pair, or other data than images.
     """
     if isinstance(prompt, str):
         return ParsedPrompt(prompt, None)
@@ -293,13 +316,12 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         return ParsedPrompt(None, check_token_ids(prompt))
     if not isinstance(prompt, Mapping):
         raise InvalidTypeError(
-            "a prompt must be a string, a list of token ids, or a dict with 'prompt' or "
-            f"'prompt_token_ids'; got {type(prompt).__name__}",
+            "a prompt must be a string, a list of token ids, or a dict with 'prompt', "
+            f"'prompt_token_ids' or 'prompt_embeds'; got {type(prompt).__name__}",
             parameter="prompt",
             value=prompt,
         )
     for name, what in (
-        ("prompt_embeds", "prompt embeddings are"),
         ("encoder_prompt", "encoder-decoder prompts are"),
         ("decoder_prompt", "encoder-decoder prompts are"),
     ):
@@ -310,10 +332,12 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
         raise UnsupportedFeatureError(
             "mm_processor_kwargs is for all prompts of an engine: give it when the engine starts"
         )
+    if prompt.get("prompt_embeds") is not None:
+        return _parse_embeds(prompt)
     text, ids, salt = (prompt.get(k) for k in ("prompt", "prompt_token_ids", "cache_salt"))
     if text is None and ids is None:
         raise InvalidTypeError(
-            "a prompt dict needs 'prompt' (text) or 'prompt_token_ids'; "
+            "a prompt dict needs 'prompt' (text), 'prompt_token_ids' or 'prompt_embeds'; "
             f"got the keys {sorted(map(str, prompt))}",
             parameter="prompt",
         )
@@ -330,6 +354,21 @@ def parse_prompt(prompt: Any) -> ParsedPrompt:
             )
         types = _check_token_types(types, len(token_ids))
     return ParsedPrompt(text, token_ids, salt, images, types)
+
+
+def _parse_embeds(prompt: Mapping[str, Any]) -> ParsedPrompt:
+    """A prompt of embeddings, with nothing beside them that says what the prompt is."""
+    _check_keys(prompt, _RAW_KEYS, "a prompt")
+    for name in ("prompt_token_ids", "token_type_ids", "multi_modal_data", "multi_modal_uuids"):
+        if prompt.get(name):
+            raise InvalidParameterError(
+                f"prompt_embeds and {name} cannot be given together: the embeddings are the whole "
+                "prompt",
+                parameter=name,
+            )
+    text, salt = prompt.get("prompt"), prompt.get("cache_salt")
+    _check_text(text, salt)
+    return ParsedPrompt(text, None, salt, embeds=prompt["prompt_embeds"])
 
 
 def prompts_to_list(prompts: Any) -> list[Any]:

@@ -26,6 +26,7 @@ from tellin.engine.chat_messages import (
 from tellin.engine.control_checks import check_mapping
 from tellin.engine.mm_inputs import holds_images
 from tellin.engine.pairs import TextPair, encode_pair
+from tellin.engine.prompt_embeds import prompt_rows
 from tellin.engine.prompts import (
     CHAT_TOKENIZE_PARAMS,
     COMPLETION_TOKENIZE_PARAMS,
@@ -37,6 +38,7 @@ from tellin.engine.prompts import (
     parse_prompt,
 )
 from tellin.engine.token_table import TokenizerLike
+from tellin.engine.truncation import special_ends, truncate, truncation_limit
 from tellin.exceptions import (
     ContextLengthError,
     InvalidParameterError,
@@ -223,7 +225,7 @@ class Renderer:
 
     def _render_pair(self, pair: TextPair, params: TokenizeParams) -> RenderedPrompt:
         arrival_time = time.time()
-        limit = self._truncation_limit(params)
+        limit = truncation_limit(params, self.config.model_config.max_model_len)
         if limit is None:
             for text in pair:
                 self._check_text_length(text)
@@ -251,7 +253,9 @@ class Renderer:
             return rendered
         arrival_time = time.time()
         parsed = parse_prompt(prompt)
-        limit = self._truncation_limit(params)
+        limit = truncation_limit(params, self.config.model_config.max_model_len)
+        if parsed.embeds is not None:
+            return self._render_embeds(parsed, params, limit, extras, arrival_time)
         if parsed.images:
             return self._render_images(parsed, params, limit, extras, arrival_time)
         token_ids = parsed.token_ids
@@ -261,8 +265,8 @@ class Renderer:
             token_ids = self._tokenize(parsed.text, params)
             is_cut = limit is not None and len(token_ids) > limit
             if is_cut and params.pools and params.add_special_tokens:
-                ends = self._special_ends(parsed, token_ids)
-        kept = self._truncate(token_ids, limit, params, ends)
+                ends = special_ends(self.get_tokenizer(), parsed.text, token_ids)
+        kept = truncate(token_ids, limit, params, ends)
         result = RenderedPrompt(
             type="token",
             prompt_token_ids=kept,
@@ -272,7 +276,31 @@ class Renderer:
             num_truncated_tokens=len(token_ids) - len(kept),
         )
         if parsed.token_type_ids is not None:
-            result["token_type_ids"] = self._truncate(parsed.token_type_ids, limit, params, ends)
+            result["token_type_ids"] = truncate(parsed.token_type_ids, limit, params, ends)
+        if extras:
+            result.update(extras)  # type: ignore[typeddict-item]
+        return result
+
+    def _render_embeds(
+        self,
+        parsed: ParsedPrompt,
+        params: TokenizeParams,
+        limit: int | None,
+        extras: Mapping[str, Any] | None,
+        arrival_time: float,
+    ) -> RenderedPrompt:
+        """A prompt of embeddings: no ids, so zeros stand for them."""
+        rows = prompt_rows(parsed.embeds, self.config.model_config, may_be_cut=limit is not None)
+        kept = truncate(rows, limit, params)
+        result = RenderedPrompt(
+            type="embeds",
+            prompt_token_ids=[0] * len(kept),
+            prompt=parsed.text,
+            cache_salt=parsed.cache_salt,
+            arrival_time=arrival_time,
+            num_truncated_tokens=len(rows) - len(kept),
+            prompt_embeds=kept,
+        )
         if extras:
             result.update(extras)  # type: ignore[typeddict-item]
         return result
@@ -361,64 +389,6 @@ class Renderer:
                 "render_chat() apply the template without this trap",
                 self._bos_text,
             )
-
-    def _truncation_limit(self, params: TokenizeParams) -> int | None:
-        """Tokens to keep; None = all."""
-        limit = params.truncate_prompt_tokens
-        if limit is None:
-            return None
-        model = self.config.model_config
-        longest = model.max_model_len if params.pools else model.max_model_len - 1
-        if limit > longest:
-            less = (
-                ""
-                if params.pools
-                else f" (the context of {longest + 1} tokens less one for output)"
-            )
-            raise InvalidParameterError(
-                f"truncate_prompt_tokens must be at most {longest}{less}, got {limit}",
-                parameter="truncate_prompt_tokens",
-                value=limit,
-            )
-        return longest if limit == -1 else limit
-
-    def _special_ends(
-        self, parsed: ParsedPrompt, token_ids: list[int]
-    ) -> tuple[list[int], list[int]]:
-        """The special tokens around a text that is to be pooled: they are never cut off.
-
-        An encoder's first token and its separator, or a decoder's end token, are part of what the
-        model was trained on; a prompt to be continued has none at its end.
-        """
-        assert parsed.text is not None
-        plain = self.get_tokenizer().encode(parsed.text, add_special_tokens=False)
-        num_special = len(token_ids) - len(plain)
-        for start in range(num_special + 1):
-            if token_ids[start : start + len(plain)] == plain:
-                return token_ids[:start], token_ids[start + len(plain) :]
-        return [], []
-
-    def _truncate(
-        self,
-        token_ids: list[int],
-        limit: int | None,
-        params: TokenizeParams,
-        ends: tuple[list[int], list[int]],
-    ) -> list[int]:
-        if limit is None or len(token_ids) <= limit:
-            return token_ids
-        first, last = ends
-        room = limit - len(first) - len(last)
-        if room < 1:
-            raise InvalidParameterError(
-                f"truncate_prompt_tokens={limit} leaves no room for the text beside the model's "
-                f"{len(first) + len(last)} special tokens",
-                parameter="truncate_prompt_tokens",
-                value=limit,
-            )
-        body = token_ids[len(first) : len(token_ids) - len(last)]
-        side = params.truncation_side or ("right" if params.pools else "left")
-        return first + (body[-room:] if side == "left" else body[:room]) + last
 
     # ------------------------------------------------------------------ chat
 

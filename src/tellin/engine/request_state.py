@@ -82,7 +82,9 @@ class RequestState:
         self.queue = queue
         self.stats = stats
         self.prompt = prompt
-        self.prompt_token_ids = request.prompt_token_ids or []
+        known_ids = request.prompt_token_ids or []
+        embeds = request.prompt_embeds
+        self.prompt_token_ids = known_ids if embeds is None else [0] * len(embeds)
         self.arrival_time = request.arrival_time
         self.lora_request = request.lora_request
         self.trace_headers = request.trace_headers
@@ -93,7 +95,7 @@ class RequestState:
         self.logprobs_processor: LogprobsProcessor | None = None
         if request.sampling_params is not None:
             params = request.sampling_params
-            self.detokenizer = Detokenizer.from_request(token_table, params, self.prompt_token_ids)
+            self.detokenizer = Detokenizer.from_request(token_table, params, known_ids)
             if params.num_logprobs is not None or params.prompt_logprobs is not None:
                 self.logprobs_processor = LogprobsProcessor(
                     params, token_table if params.detokenize else None

@@ -22,6 +22,9 @@ from tellin.step_protocol import CachedRequestData, NewRequestData, SchedulerOut
 
 Int32Array = npt.NDArray[np.int32]
 
+NO_TOKEN = -1
+"""Stands for a prompt's token that has no id, only a row: nothing counts it or looks it up."""
+
 _MIN_SLOTS = 16
 _MIN_TOKENS = 1024
 _MIN_BLOCKS = 64
@@ -47,6 +50,8 @@ class RequestState:
     output_token_ids: list[int] = field(default_factory=list)
     error: str | None = None
     mm_features: list[MultiModalFeature] = field(default_factory=list)
+    prompt_embeds: npt.NDArray[np.float32] | None = None
+    """Rows that the prompt has in the place of ids, which are `NO_TOKEN`."""
 
 
 class InputBatch:
@@ -177,6 +182,7 @@ class InputBatch:
             data.rng_key,
             0 if lora is None else lora.lora_int_id,
             mm_features=data.mm_features or [],
+            prompt_embeds=data.prompt_embeds,
         )
         self.adapter_slots[slot] = -1
         self.state_slots[slot] = data.state_slot
@@ -187,6 +193,7 @@ class InputBatch:
         self.token_ids[slot, :num_tokens] = data.token_ids
         self.num_tokens[slot] = num_tokens
         self.num_prompt_tokens[slot] = data.num_prompt_tokens
+        self._hide_prompt(state)
         self.num_computed_tokens[slot] = data.num_computed_tokens
         self.num_draft_computed[slot] = data.num_computed_tokens
         self.append_blocks(state, data.block_ids)
@@ -231,9 +238,15 @@ class InputBatch:
         self._reserve(state.slot + 1, num_tokens + 1, 0)
         self.token_ids[state.slot, :num_tokens] = data.all_token_ids
         self.num_tokens[state.slot] = num_tokens
+        self._hide_prompt(state)
         if self.track_outputs:
             num_prompt = int(self.num_prompt_tokens[state.slot])
             state.output_token_ids[:] = data.all_token_ids[num_prompt:]
+
+    def _hide_prompt(self, state: RequestState) -> None:
+        """A prompt of embeddings has no ids, whatever the scheduler counts in their place."""
+        if state.prompt_embeds is not None:
+            self.token_ids[state.slot, : len(state.prompt_embeds)] = NO_TOKEN
 
     def append_blocks(self, state: RequestState, block_ids: list[int]) -> None:
         """Add blocks to the end of a request's table."""
@@ -294,6 +307,8 @@ class InputBatch:
         params = state.sampling_params or SamplingParams()
         if not self.track_outputs:
             return row, params, None, []
+        if state.prompt_embeds is not None:
+            return row, params, None, state.output_token_ids
         num_prompt = int(self.num_prompt_tokens[state.slot])
         prompt = self.token_ids[state.slot, :num_prompt].tolist()
         return row, params, prompt, state.output_token_ids

@@ -26,6 +26,7 @@ from tellin.worker.backends import (
     hidden_rows_are_tokens,
 )
 from tellin.worker.classifier import ClassifierHead
+from tellin.worker.given_rows import GivenRows, with_given
 from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
@@ -66,6 +67,7 @@ class ModelRunner:
     ) -> None:
         model = config.model_config
         self.images = images
+        self.given = GivenRows(images, model.enable_prompt_embeds)
         self.config = config
         self.block_size = config.cache_config.block_size
         self.vocab_size = model.vocab_size
@@ -257,7 +259,7 @@ class ModelRunner:
         if self._prompt_logprobs:
             extra = self._split_prompts(computed, counts, step)
         pooling = self._pool_rows(computed, counts) if self.pooler is not None else []
-        given = None if self.images is None else self.images.gather(states, computed, counts)
+        given = self.given.gather(states, computed, counts, self.backend)
         excluded = [
             row
             for row, state in enumerate(states)
@@ -270,8 +272,7 @@ class ModelRunner:
             inputs.step = with_saves(inputs.step, batch.rows, step.state_saves)
         if not states:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
-        if given is not None:
-            inputs.step = replace(inputs.step, embeds=given[0], embed_rows=given[1])
+        inputs.step = with_given(inputs.step, given)
         if pooling and self._has_token_types:
             types = token_types([state.pooling_params for state in states], computed, counts)
             inputs.step = replace(inputs.step, token_types=types)
@@ -370,9 +371,7 @@ class ModelRunner:
         )
         if scheduled.state_saves:
             step = with_saves(step, {state.req_id: 0}, scheduled.state_saves)
-        given = None if self.images is None else self.images.gather([state], starts, counts)
-        if given is not None:
-            step = replace(step, embeds=given[0], embed_rows=given[1])
+        step = with_given(step, self.given.gather([state], starts, counts, self.backend))
         self._fill(rows, self.backend.forward(step), 0)
 
     def _fill(self, rows: PromptRows, logits: Float32Array, first: int) -> None:
