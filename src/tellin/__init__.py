@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tellin.engine.async_llm import AsyncLLM
     from tellin.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from tellin.engine.llm_engine import LLMEngine
-    from tellin.engine.prompts import TextPrompt, TokensPrompt
+    from tellin.engine.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
     from tellin.entrypoints.llm import LLM
     from tellin.exceptions import TellinError
     from tellin.outputs import (
@@ -53,6 +53,7 @@ _MODULE_OF = {
     "TellinError": "tellin.exceptions",
     "TextPrompt": "tellin.engine.prompts",
     "TokensPrompt": "tellin.engine.prompts",
+    "EmbedsPrompt": "tellin.engine.prompts",
     "BeamSearchOutput": "tellin.outputs",
     "ClassificationOutput": "tellin.outputs",
     "ClassificationRequestOutput": "tellin.outputs",
@@ -88,6 +89,7 @@ __all__ = [
     "CompletionOutput",
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
+    "EmbedsPrompt",
     "EngineArgs",
     "EngineConfig",
     "LLMEngine",

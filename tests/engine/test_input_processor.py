@@ -112,7 +112,6 @@ def test_inp20_22_wrong_forms_are_type_errors(prompt: Any) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "prompt_embeds",
         "mm_processor_kwargs",
         "encoder_prompt",
         "decoder_prompt",

@@ -135,7 +135,7 @@ def _as_array(given: Any) -> npt.NDArray[Any]:
 # ---------------------------------------------------------------------- files, from HTTP
 
 
-def read_base64(text: str, name: str = _NAME) -> npt.NDArray[Any]:
+def read_base64(text: str) -> npt.NDArray[Any]:
     """The array in a base64-encoded ``.npy`` or safetensors file.
 
     Raises:
@@ -145,24 +145,26 @@ def read_base64(text: str, name: str = _NAME) -> npt.NDArray[Any]:
     try:
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidParameterError(f"{name} is not valid base64: {error}", parameter=name) from None
+        raise InvalidParameterError(
+            f"prompt_embeds is not valid base64: {error}", parameter=_NAME
+        ) from None
     if data.startswith(b"\x93NUMPY"):
-        return _read_npy(data, name)
+        return _read_npy(data)
     if data.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
         raise UnsupportedFeatureError(
-            f"{name} is a file of torch.save (or numpy.savez), which is a pickle or an archive: "
-            "these are not opened. Send numpy.save(file, tensor.float().numpy()), or safetensors"
+            "prompt_embeds is a file of torch.save or numpy.savez, a pickle or an archive, which "
+            "is not opened: send numpy.save(file, tensor.float().numpy()), or safetensors"
         )
     if len(data) > 10 and data[8:9] == b"{":
-        return _read_safetensors(data, name)
+        return _read_safetensors(data)
     raise InvalidParameterError(
-        f"{name} must be a base64-encoded .npy file (numpy.save) or safetensors file; it begins "
-        f"with {data[:8]!r}",
-        parameter=name,
+        "prompt_embeds must be a base64-encoded .npy file (numpy.save) or safetensors file; it "
+        f"begins with {data[:8]!r}",
+        parameter=_NAME,
     )
 
 
-def _read_npy(data: bytes, name: str) -> npt.NDArray[Any]:
+def _read_npy(data: bytes) -> npt.NDArray[Any]:
     import numpy as np
     from numpy.lib import format as npy
 
@@ -172,16 +174,18 @@ def _read_npy(data: bytes, name: str) -> npt.NDArray[Any]:
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, is_fortran, dtype = read(stream)
     except ValueError as error:
-        raise InvalidParameterError(f"{name}: broken .npy file: {error}", parameter=name) from None
+        raise InvalidParameterError(
+            f"prompt_embeds: broken .npy file: {error}", parameter=_NAME
+        ) from None
     if dtype.hasobject:
-        raise InvalidTypeError(f"{name}: a .npy file of Python objects", parameter=name)
+        raise InvalidTypeError("prompt_embeds: a .npy file of Python objects", parameter=_NAME)
     start = stream.tell()
-    _check_size(name, shape, dtype.itemsize, len(data) - start)
+    _check_size(shape, dtype.itemsize, len(data) - start)
     flat = np.frombuffer(data, dtype, offset=start)
     return flat.reshape(shape, order="F" if is_fortran else "C")
 
 
-def _read_safetensors(data: bytes, name: str) -> npt.NDArray[Any]:
+def _read_safetensors(data: bytes) -> npt.NDArray[Any]:
     """The one tensor of a file: header size as u64, header as JSON, values."""
     import numpy as np
 
@@ -201,21 +205,21 @@ def _read_safetensors(data: bytes, name: str) -> npt.NDArray[Any]:
             raise ValueError("its values are not where the header says")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InvalidParameterError(
-            f"{name}: broken safetensors file: {error}", parameter=name
+            f"prompt_embeds: broken safetensors file: {error}", parameter=_NAME
         ) from None
     dtype = np.dtype(_SAFETENSORS_TYPES[kind])
-    _check_size(name, shape, dtype.itemsize, end - begin)
+    _check_size(shape, dtype.itemsize, end - begin)
     flat: npt.NDArray[Any] = np.frombuffer(data[8 + size + begin : 8 + size + end], dtype)
     if kind == "BF16":
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
     return flat.reshape(shape)
 
 
-def _check_size(name: str, shape: Any, itemsize: int, num_bytes: int) -> None:
+def _check_size(shape: Any, itemsize: int, num_bytes: int) -> None:
     """Refuse a header that promises something else than there is."""
     if any(extent < 0 for extent in shape) or math.prod(shape) * itemsize != num_bytes:
         raise InvalidParameterError(
-            f"{name}: the file says its shape is {list(shape)}, which are not the {num_bytes} "
-            "bytes of values that follow",
-            parameter=name,
+            f"prompt_embeds: the file says its shape is {list(shape)}, which are not the "
+            f"{num_bytes} bytes of values that follow",
+            parameter=_NAME,
         )

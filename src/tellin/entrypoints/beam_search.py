@@ -6,7 +6,7 @@ Knows scores and beams; requests are run by the `LLM` like any others.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,6 +70,8 @@ def search_beams(
         raise UnsupportedFeatureError("beam search does not support structured_outputs")
     _check_max_logprobs(llm, params.beam_width)
     prompt_list = prompts_to_list(prompts)
+    if any(isinstance(p, Mapping) and p.get("prompt_embeds") is not None for p in prompt_list):
+        raise UnsupportedFeatureError("beam search does not support prompt_embeds; give token ids")
     llm.get_tokenizer()  # texts are part of the result
     rendered = llm.llm_engine.renderer.render_cmpl(prompt_list, COMPLETION_TOKENIZE_PARAMS)
     loras = one_per_prompt("lora_request", lora_request, len(prompt_list))

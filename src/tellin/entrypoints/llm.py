@@ -132,8 +132,8 @@ class LLM(PoolingCalls):
 
         Args:
             prompts: a text, a list of token ids, a dict (``prompt`` or ``prompt_token_ids``, and
-                ``multi_modal_data`` for models that see images: `TextPrompt`), or a list of such
-                prompts.
+                ``multi_modal_data`` for models that see images: `TextPrompt`; or
+                ``prompt_embeds``: `EmbedsPrompt`), or a list of such prompts.
             sampling_params: for all, or one per prompt; None = the model's own defaults.
             use_tqdm: show progress bars with tokens per second.
             lora_request: adapter for all, or one per prompt.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from tellin.config import ModelConfig
+from tellin.engine.prompt_embeds import prompt_rows, read_base64
 from tellin.engine.prompts import RenderedPrompt, TokenizeParams, is_token_ids
-from tellin.entrypoints.openai.errors import bad_request
+from tellin.entrypoints.openai.errors import about, bad_request
 from tellin.entrypoints.openai.logprobs import LogprobWriter, prompt_logprobs
 from tellin.entrypoints.openai.replies import Completion, CompletionChoice, CompletionLogprobs
 from tellin.entrypoints.openai.requests import CompletionRequest
@@ -28,6 +31,7 @@ from tellin.entrypoints.openai.serving import (
     stream_events,
 )
 from tellin.entrypoints.openai.shortcut import Shortcut
+from tellin.exceptions import RequestError
 from tellin.outputs import CompletionOutput, RequestOutput
 from tellin.sampling_params import SamplingParams
 
@@ -194,7 +198,8 @@ class CompletionService:
         n, params_n = split_n(request, context.defaults)
         params = self._params(request, params_n)
         await context.check_constraint(params)
-        prompts = prompts_of(request.prompt)
+        given = await self._given(request)
+        prompts = [prompt for prompt, _ in given]
         context.check_num_sequences(n * len(prompts))
         tok_params = TokenizeParams(request.add_special_tokens).with_options(
             {"truncate_prompt_tokens": request.truncate_prompt_tokens}
@@ -203,10 +208,27 @@ class CompletionService:
         rendered: list[RenderedPrompt] = await context.engine.renderer.render_cmpl_async(
             prompts, tok_params, extras
         )
-        names = names_of("prompt", prompts, len(prompts)) if len(prompts) > 1 else None
+        names = [name for _, name in given] if len(prompts) > 1 else None
         lora_request = context.adapters.get(request.model)
         jobs = make_jobs(rendered, params, n, lora_request, names=names)
         return PreparedCompletion(context, request, jobs, n)
+
+    async def _given(self, request: CompletionRequest) -> list[tuple[Any, str]]:
+        """The prompts of a request, embeddings first, each with what the request calls it."""
+        given: list[tuple[Any, str]] = []
+        if request.prompt_embeds is not None:
+            embeds = request.prompt_embeds
+            texts = [embeds] if isinstance(embeds, str) else embeds
+            self.context.check_num_sequences(len(texts))
+            names = names_of("prompt_embeds", embeds, len(texts))
+            model = self.context.engine.model_config
+            arrays = await asyncio.to_thread(_read_embeds, texts, names, model)
+            given += zip(({"prompt_embeds": rows} for rows in arrays), names, strict=True)
+            if not request.prompt:  # a client that has to send one sends an empty one
+                return given
+        prompts = prompts_of(request.prompt)
+        names = names_of("prompt", prompts, len(prompts))
+        return [*given, *zip(prompts, names, strict=True)]
 
     def _params(self, request: CompletionRequest, params_n: int) -> SamplingParams:
         overrides: dict[str, Any] = {"n": params_n}
@@ -223,6 +245,20 @@ class CompletionService:
             logprobs=request.logprobs,
             **overrides,
         )
+
+
+def _read_embeds(texts: list[str], names: list[str], model: ModelConfig) -> list[Any]:
+    """The rows in each file; an error says which of the prompts it is about."""
+    rows = []
+    for text, name in zip(texts, names, strict=True):
+        try:
+            if model.enable_prompt_embeds:
+                rows.append(prompt_rows(read_base64(text), model))
+            else:
+                prompt_rows(None, model)  # says that they are off
+        except RequestError as error:
+            raise about(error, name) from error
+    return rows
 
 
 def prompts_of(given: Any) -> list[Any]:

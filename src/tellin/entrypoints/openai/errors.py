@@ -110,6 +110,9 @@ def to_api_error(error: BaseException) -> ApiError:
     )
 
 
+_PROMPTS = ("prompt", "prompt_token_ids", "prompt_embeds")
+
+
 def about(error: exceptions.RequestError, name: str) -> ApiError:
     """The answer to an error of one of several prompts; if the prompt is at fault it says which.
 
@@ -118,7 +121,7 @@ def about(error: exceptions.RequestError, name: str) -> ApiError:
     """
     answer = to_api_error(error)
     is_long = isinstance(error, exceptions.ContextLengthError)
-    if is_long or getattr(error, "parameter", None) in ("prompt", "prompt_token_ids"):
+    if is_long or getattr(error, "parameter", None) in _PROMPTS:
         answer.message, answer.param = f"{name}: {answer.message}", name
     return answer
 

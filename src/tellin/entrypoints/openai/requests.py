@@ -36,7 +36,7 @@ UNSUPPORTED = {
     "length_penalty": "beam search is in Python only (LLM.beam_search)",
     "logits_processors": "a request cannot bring code; name processors when the engine starts",
     "mm_processor_kwargs": "it is for all requests: give it when the server starts",
-    "prompt_embeds": "prompts are text or token ids",
+    "prompt_embeds": "embeddings are prompts of /v1/completions only",
     "use_beam_search": "beam search is in Python only (LLM.beam_search)",
     "web_search_options": "this server does not search",
 }
@@ -263,12 +263,25 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: PromptInput
+    prompt: PromptInput | None = None
+    prompt_embeds: str | Annotated[list[str], Field(min_length=1)] | None = None
+    """Base64 of a .npy or safetensors file, or several; their choices come before the prompts'."""
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False
     suffix: str | None = None
     add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_prompt(self) -> CompletionRequest:
+        if self.prompt is None and self.prompt_embeds is None:
+            raise InvalidParameterError("prompt is missing; it is required", parameter="prompt")
+        if self.prompt_embeds is not None and self.echo:
+            raise InvalidParameterError(
+                "echo shows the prompt's text, and prompt_embeds have none; set echo=false",
+                parameter="echo",
+            )
+        return self
 
 
 class EmbeddingRequest(Ignored):
