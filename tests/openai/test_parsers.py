@@ -90,6 +90,12 @@ CASES = [
     ("pythonic", r'[f(a="\ud83d\ude00")]', "", [("f", r'{"a": "\ud83d\ude00"}')]),
     ("pythonic", r"[f(a='\ud83d')]", r"[f(a='\ud83d')]", []),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
+    (
+        "lfm2",
+        '<|tool_call_start|>[f(a="x"), now()]<|tool_call_end|>Just a moment.',
+        "Just a moment.",
+        [("f", '{"a": "x"}'), ("now", "{}")],
+    ),
     ("pythonic", "[1, 2, 3] are numbers", "[1, 2, 3] are numbers", []),
     ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
     ("pythonic", "[f(a=open('x'))]", "[f(a=open('x'))]", []),
@@ -301,3 +307,10 @@ def test_parallel_tool_calls_off_keeps_the_first_call() -> None:
     text = f"<tool_call>{call_text('f', '{}')}</tool_call>" * 2
     assert parse(make, list(text)).calls == [("f", "{}")]
     assert parse(make, [text]).calls == [("f", "{}")]
+
+
+@pytest.mark.parametrize("sign", ["<|tool_list_start|>[", "<|tool_call_start|>"])
+def test_a_template_of_lfm2_asks_for_its_format(sign: str) -> None:
+    from tellin.entrypoints.openai.parsers.registry import guess_tool_parser
+
+    assert guess_tool_parser(f"{{{{ 'List of tools: {sign}' }}}}") == "lfm2"

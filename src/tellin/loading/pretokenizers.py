@@ -107,6 +107,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama3": _LLAMA_BPE,
     "llama-v3": _LLAMA_BPE,
     "llama-bpe": _LLAMA_BPE,
+    "falcon-h1": _LLAMA_BPE,
+    "lfm2": _LLAMA_BPE,
     "dbrx": PreTokenizer((_LLAMA3,)),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "qwen2": PreTokenizer((_QWEN2,), nfc=True),

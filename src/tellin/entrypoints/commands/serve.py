@@ -129,7 +129,7 @@ def _add_chat_arguments(group: argparse._ArgumentGroup) -> None:
         "--tool-call-parser",
         default="auto",
         metavar="NAME",
-        help="hermes, llama3_json, mistral, pythonic, gemma (default: auto, from the template)",
+        help="hermes, llama3_json, mistral, pythonic, lfm2 or gemma (default: by the template)",
     )
     group.add_argument(
         "--reasoning-parser",

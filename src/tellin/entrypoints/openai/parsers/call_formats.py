@@ -20,7 +20,7 @@ from tellin.entrypoints.openai.parsers.json_calls import (
     Llama3JsonParser,
     MistralParser,
 )
-from tellin.entrypoints.openai.parsers.pythonic import PythonicParser
+from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
 from tellin.entrypoints.openai.schema_tools import (
     DEFINITIONS,
     call_schema,
@@ -60,6 +60,10 @@ class CallableTool:
         return {**shared, **schema}
 
 
+Writer = Callable[[Sequence[CallableTool], bool, Definitions], Format]
+"""Writes the calls of these tools, at most one if so told."""
+
+
 def answer_or_calls(
     parser: type[ToolParser],
     tools: Sequence[CallableTool],
@@ -92,7 +96,7 @@ def call_starts(parser: type[ToolParser], names: Sequence[str]) -> tuple[str, ..
     """How calls begin, white space left out: no answer begins like this."""
     if parser is Llama3JsonParser:
         return (*parser.markers, '{"name"')
-    if parser is PythonicParser:
+    if issubclass(parser, PythonicParser):
         return (*parser.markers, *(f"[{name}(" for name in names))
     return parser.markers
 
@@ -179,8 +183,17 @@ def _mistral(tools: Sequence[CallableTool], is_single: bool, definitions: Defini
 def _pythonic(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
     calls = [_tag(f"{_python_name(tool)}(", _keywords(tool, definitions), ")") for tool in tools]
     array = _sequence(_text("["), _list(calls, ", ", is_single=is_single), _text("]"))
-    bare = _shared(definitions, array)
-    return one_of(bare, _tag("<|python_start|>", bare, "<|python_end|>"))
+    return _shared(definitions, array)
+
+
+def _between(parser: type[PythonicParser]) -> Writer:
+    """A list of calls alone, or between the parser's marks."""
+
+    def write(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
+        bare = _pythonic(tools, is_single, definitions)
+        return one_of(bare, _tag(parser.markers[0], bare, parser.closing))
+
+    return write
 
 
 def _python_name(tool: CallableTool) -> str:
@@ -377,10 +390,11 @@ def _in_brackets(opening: str, content: Format, closing: str) -> Format:
     return _sequence(_text(opening), _optional(content), _text(closing))
 
 
-_WRITERS: dict[type[ToolParser], Callable[[Sequence[CallableTool], bool, Definitions], Format]] = {
+_WRITERS: dict[type[ToolParser], Writer] = {
     HermesParser: _hermes,
     Llama3JsonParser: _llama3,
     MistralParser: _mistral,
-    PythonicParser: _pythonic,
+    Lfm2Parser: _between(Lfm2Parser),
+    PythonicParser: _between(PythonicParser),
     GemmaParser: _gemma,
 }

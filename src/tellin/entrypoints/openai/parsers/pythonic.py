@@ -119,6 +119,13 @@ class PythonicParser(ToolParser):
             self._emit_content(self._raw)
 
 
+class Lfm2Parser(PythonicParser):
+    """The same between LFM2's own marks."""
+
+    markers = ("<|tool_call_start|>",)
+    closing = "<|tool_call_end|>"
+
+
 def parse_call(text: str) -> tuple[str, str] | None:
     """Name and JSON arguments of ``f(a=1)``; None if it is no call with literal keywords."""
     text = text.strip()

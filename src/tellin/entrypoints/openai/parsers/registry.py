@@ -9,7 +9,7 @@ from tellin.entrypoints.openai.parsers.json_calls import (
     Llama3JsonParser,
     MistralParser,
 )
-from tellin.entrypoints.openai.parsers.pythonic import PythonicParser
+from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
@@ -17,6 +17,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "mistral": MistralParser,
     "pythonic": PythonicParser,
     "gemma": GemmaParser,
+    "lfm2": Lfm2Parser,
 }
 
 _SIGNS = (
@@ -24,6 +25,8 @@ _SIGNS = (
     ("[TOOL_CALLS]", "mistral"),
     ("<start_function_call>", "gemma"),
     ("<|tool_call>", "gemma"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
     ("<|python_start|>", "pythonic"),
     ("[func_name1(", "pythonic"),
     ("<|python_tag|>", "llama3_json"),
