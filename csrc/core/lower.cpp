@@ -149,7 +149,11 @@ void Program::rms_norm(int x, int weight, int out, float eps, int64_t group) {
   op.group = group > 0 ? group : op.x->width;
   require(op.x->width % op.group == 0, "the norm's group must divide the width");
   op.count = op.x->width / op.group;
-  op.weight = state_->vector(weight, op.group);
+  const bool has_own =
+      op.count > 1 && weight >= 0 && weight < static_cast<int>(state_->vectors.size()) &&
+      static_cast<int64_t>(state_->vectors[static_cast<size_t>(weight)]->size()) == op.x->width;
+  op.weight = state_->vector(weight, has_own ? op.x->width : op.group);
+  op.weight_step = has_own ? op.group : 0;
   require(op.weight != nullptr, "a norm needs a weight");
   op.factor = eps;
   state_->append(op, *op.out);

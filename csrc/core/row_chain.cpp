@@ -107,7 +107,7 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       return copy_given(op, row);
     case RowOp::Kind::kRmsNorm:
       for (int64_t i = 0; i < op.count; ++i) {
-        k.rms_norm(op.x->row(row) + i * op.group, op.weight, op.group, op.factor,
+        k.rms_norm(op.x->row(row) + i * op.group, op.weight + i * op.weight_step, op.group, op.factor,
                    op.out->row(row) + i * op.group);
       }
       return;

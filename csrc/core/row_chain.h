@@ -36,9 +36,10 @@ struct RowOp {
   Buffer* out = nullptr;
   const float* weight = nullptr;
   const float* bias = nullptr;
-  float factor = 1.0f;  // or epsilon
-  int64_t group = 0;    // or head_dim
-  int64_t count = 0;    // groups or heads
+  float factor = 1.0f;      // or epsilon
+  int64_t group = 0;        // or head_dim
+  int64_t count = 0;        // groups or heads
+  int64_t weight_step = 0;  // kRmsNorm: from one group's weights to the next's; 0: they share them
   Activation act = Activation::kSilu;
   ActPrecision precision = ActPrecision::kInt8;
   bool interleaved = false;

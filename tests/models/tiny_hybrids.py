@@ -96,6 +96,13 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "position_embedding_type": "nope",
     },
+    "granitehybrid_groups": {
+        **_GRANITE,
+        "model_type": "granitemoehybrid",
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "position_embedding_type": "nope",
+        "mamba_n_groups": 2,
+    },
     "granitehybrid_dense": {
         **_GRANITE,
         "model_type": "granitemoehybrid",

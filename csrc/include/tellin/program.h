@@ -120,6 +120,7 @@ class Program {
 
   void embed(const TensorView& table, int out, float scale);
   void input(int out);  // rows that the caller gives
+  // The weight has `group` values, or one for each of the row.
   void rms_norm(int x, int weight, int out, float eps, int64_t group);
   void layer_norm(int x, int weight, int bias, int out, float eps);
   void linear(int x, const std::vector<Part>& parts, int residual);

@@ -194,6 +194,7 @@ class ReferenceBackend:
         groups = x.reshape(len(x), op.x.width // size, size)
         mean_square = np.mean(np.square(groups), axis=-1, keepdims=True)
         weight = self._weights[op.weight] + np.float32(op.weight_offset)
+        weight = weight.reshape(-1, size)  # one part, or one for each group
         normed = groups / np.sqrt(mean_square + np.float32(op.eps)) * weight
         self._set(op.out, normed.reshape(x.shape))
 

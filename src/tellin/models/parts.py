@@ -6,7 +6,6 @@ each family's own file, so that a reader never jumps.
 
 from __future__ import annotations
 
-from tellin.exceptions import UnsupportedModelError
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan
 
@@ -59,11 +58,6 @@ def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     mamba = hp.mamba
     if mamba is None:
         raise ValueError(f"{name}: the hyperparameters have no dimensions of Mamba2 layers")
-    if mamba.num_groups != 1:
-        raise UnsupportedModelError(
-            f"{b.source.path}: Mamba2 layers of {mamba.num_groups} groups are not supported; "
-            "supported is 1"
-        )
     parts = ("z", "x", "b", "c", "dt")
     gate, values, key, query, dt = (b.linear(x, f"{name}.{part}_proj") for part in parts)
     start = 0
@@ -77,7 +71,9 @@ def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
         values, key, query, dt, name,
         num_heads=mamba.num_heads, num_groups=mamba.num_groups, dt_limits=mamba.time_step_limit,
     )  # fmt: skip
-    normed = b.rms_norm(b.act_mul(gate, out), f"{name}.norm")
+    gated = b.act_mul(gate, out)
+    group = gated.width // mamba.num_groups
+    normed = b.rms_norm(gated, f"{name}.norm", group=group, shared=False)
     return b.linear(normed, f"{name}.out_proj")
 
 

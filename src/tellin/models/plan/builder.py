@@ -79,15 +79,18 @@ class PlanBuilder(RecurrentBuilder):
         name: str,
         *,
         group: int | None = None,
+        shared: bool = True,
         weight_offset: float | None = None,
     ) -> Buffer:
         """RMSNorm of each row, or of each group of ``group`` values (per-head norm).
 
+        Groups have one weight unless not ``shared``: then each has its part of a wide one.
         ``weight_offset``: added to the weight; None = what the model adds to all its norms'.
         """
         if group is not None and x.width % group:
             raise self._error(f"{x.name} has width {x.width}, not a multiple of group {group}")
-        weight = self._vector(f"{name}.weight", group or x.width)
+        size = group if group is not None and shared else x.width
+        weight = self._vector(f"{name}.weight", size)
         out = self._buffer(x.width, x.rows, name)
         hp = self.hparams
         offset = hp.norm_weight_offset if weight_offset is None else weight_offset

@@ -125,7 +125,8 @@ class RmsNorm(Op):
     """``out = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``.
 
     Source: Zhang & Sennrich 2019, eq. 4. With ``group`` set the row is split into groups of that
-    many values which share the weight ``(group,)`` (per-head q/k norm). ``out`` may be ``x``.
+    many values which share the weight ``(group,)`` (per-head q/k norm), or have each their own part
+    of a weight as wide as the row. ``out`` may be ``x``.
     """
 
     x: Buffer
