@@ -192,12 +192,8 @@ class StateCacheManager:
     def publish(self, pool: BlockPool) -> None:
         """The step ran and its KV blocks are published: so are the snapshots it made."""
         for save in self._saves:
-            is_usable = (
-                save.request.status not in _LOST
-                and pool.get_cached_block(save.block_hash) is not None
-                and save.block_hash not in self._snapshots
-            )
-            if not is_usable:
+            has_block = pool.get_cached_block(save.block_hash) is not None
+            if save.request.status in _LOST or not has_block:
                 self._free.append(save.slot)
                 continue
             self._snapshots[save.block_hash] = save.slot
