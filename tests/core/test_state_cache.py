@@ -201,7 +201,7 @@ def test_snapshots_of_a_step_that_failed_or_of_a_request_that_did_are_not_kept()
     driver.executor.execute_model = aborted  # type: ignore[method-assign]
     driver.step()
     driver.executor.execute_model = original  # type: ignore[method-assign]
-    assert [len(step.state_saves) for step in driver.executor.outputs] == [1, 1, 1]
+    assert [len(step.state_saves) for step in driver.executor.outputs] == [1, 0, 1, 1]
     assert states(driver).num_snapshots == 1
     assert ask(driver, "d", prompt, 1) == 41 - 36
     assert len(states(driver)._free) == states(driver).num_slots - 3
