@@ -118,6 +118,11 @@ CALLS = [
         "<start_function_call>call:now{}<end_function_call>",
     ),
     ("gemma", '<|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|>'),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
+        "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    ),
 ]
 
 
@@ -161,6 +166,7 @@ def test_anything_else_is_not_allowed(parser: str, text: str) -> None:
         ("pythonic", "[get_weather()]"),
         ("pythonic", '[get_weather(city="Rome", city="Rome")]'),
         ("gemma", "<start_function_call>call:get_weather{}<end_function_call>"),
+        ("qwen3_xml", "<tool_call>\n<function=get_weather>\n</function>\n</tool_call>"),
     ],
 )
 def test_arguments_follow_the_tools_definition(parser: str, text: str) -> None:
@@ -202,7 +208,7 @@ def _random_text(matcher: Any, rng: random.Random) -> str:
         if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
             break
         printable = [i for i in allowed if 32 <= i < 127 or i == 10]
-        endings = [i for i in printable if chr(i) in '"}])<']
+        endings = [i for i in printable if chr(i) in '"}])<\n']
         choice = rng.choice(endings if endings and rng.random() < 0.4 else printable)
         data.append(choice)
         assert matcher.try_consume_tokens([choice]) == 1
@@ -291,6 +297,8 @@ def test_names_that_a_format_cannot_write_are_refused() -> None:
         make_plan("pythonic", tools=[tool("f", "if")])
     with pytest.raises(ApiError, match=r"argument 'a:b' of 'f'"):
         make_plan("gemma", tools=[tool("f", "a:b")])
+    with pytest.raises(ApiError, match=r"name 'a>b' in 'f' cannot be written as a tag"):
+        make_plan("qwen3_coder", tools=[tool("f", "a>b")])
     assert make_plan("hermes", tools=[tool("a-b", "a:b")]).is_either
     choices = tool("f", "a")
     choices["function"]["parameters"]["properties"]["a"] = {"type": "string", "enum": ["<escape>"]}

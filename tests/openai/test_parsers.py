@@ -109,6 +109,22 @@ CASES = [
     ("gemma", 'Hm <|tool_call>call:now{}<tool_call|>', "Hm", [("now", "{}")]),
     ("gemma", "<start_function_call>nonsense<end_function_call>",
      "<start_function_call>nonsense<end_function_call>", []),
+    (
+        "qwen3_coder",
+        "Let me.\n\n<tool_call>\n<function=f>\n<parameter=s>\na < b\n  1\n\n</parameter>\n"
+        "<parameter=n>\n1.5\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "Let me.",
+        [("f", '{"s": "a < b\\n  1\\n", "n": 1.5}'), ("now", "{}")],
+    ),
+    ("qwen3_coder", "<function=f><parameter=a>True</parameter></function> Done", "Done",
+     [("f", '{"a": true}')]),
+    ("qwen3_coder", '<tool_call><function=f><parameter=a>\n["</parameter>"]\n</parameter>'
+     "</function><function=now></tool_call>", "",
+     [("f", '{"a": ["</parameter>"]}'), ("now", "{}")]),
+    ("qwen3_xml", "<tool_call>\n<function=now> and so on", "and so on", [("now", "{}")]),
+    ("qwen3_xml", "a <functional<tool_call>f()", "a <functional<tool_call>f()", []),
+    ("qwen3_xml", "<tool_call>\n<function=f>\n<parameter=a>\n1", "", None),
     ("array", f"[{call_text('f', ARGS)},\n {call_text('now', '{}')}]", "",
      [("f", ARGS), ("now", "{}")]),
     ("named", " " + ARGS, "", [("f", ARGS)]),
@@ -129,6 +145,36 @@ def test_what_each_format_means(
         assert isinstance(json.loads(arguments), dict)
 
 
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "12", '"12"'),
+        ({"type": "string"}, "null", '"null"'),
+        ({"type": "integer"}, "12", "12"),
+        ({"type": "integer"}, "many", '"many"'),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": ["string", "null"]}, "12", '"12"'),
+        ({"anyOf": [{"type": "integer"}, {"type": "string"}]}, "12", "12"),
+        ({"anyOf": [{"$ref": "#/$defs/a"}]}, "12", '"12"'),
+        ({"$ref": "#/$defs/loop"}, "12", "12"),
+        ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"const": 1}, "1", "1"),
+        ({"type": "array"}, ' [1, "a"] ', '[1, "a"]'),
+        ({"type": "boolean"}, "False", "false"),
+        ({"allOf": [{"type": "string"}]}, '"a"', '"\\"a\\""'),
+        ({}, '{"a": 1e999}', '{"a": 1e999}'),
+        (True, "text", '"text"'),
+        ({"type": 5}, "1", "1"),
+    ],
+)
+def test_the_schema_tells_texts_from_other_values(schema: object, text: str, value: str) -> None:
+    parser = TOOL_PARSERS["qwen3_coder"](["f"])
+    definitions = {"a": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}
+    parser.schemas = {"f": {"properties": {"x": schema}, "$defs": definitions}}
+    call = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>"
+    assert join([parser.feed(call)]).calls == [("f", f'{{"x": {value}}}')]
+
+
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_p41_every_split_in_two_and_single_characters(
     name: str, text: str, content: str, calls: object
@@ -144,6 +190,7 @@ FRAGMENTS = st.sampled_from(
         "<tool_call>", "</tool_call>", '{"name": "f"', ', "arguments": ', ARGS, "}", "{", "[", "]",
         '"', "\\", "[TOOL_CALLS]", "[ARGS]", "f", "now", "(", ")", "a=1", ", ", ";", " ", "\n",
         "<|python_tag|>", "<start_function_call>", "call:f{", "<escape>", "<end_function_call>",
+        "<function=f>", "<parameter=a>", "</parameter>", "</function>",
         "<think>", "</think>", "text", "<", "</", '"name"', ":", "'",
         '{"name": "f", "arguments": {}}',
     ]

@@ -39,6 +39,8 @@ class ToolPlan:
     tools: list[dict[str, Any]] | None = None
     """Definitions for the template."""
     names: tuple[str, ...] = ()
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of each tool's arguments."""
     forced_name: str | None = None
     is_forced: bool = False
     max_calls: int | None = None
@@ -67,6 +69,7 @@ class ToolPlan:
         if self.parser is None:
             return None
         calls = self.parser(self.names)
+        calls.schemas = self.schemas
         if self.is_either:
             return AnswerOrCalls(calls, call_starts(self.parser, self.names))
         return calls
@@ -109,6 +112,7 @@ def plan_tools(request: ChatCompletionRequest, chat_format: ChatFormat) -> ToolP
     return ToolPlan(
         tools=shown,
         names=names,
+        schemas={tool.function.name: _parameters(tool) for tool in tools},
         forced_name=forced_name,
         is_forced=forced,
         max_calls=max_calls,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 from tellin.entrypoints.openai.parsers.events import ParsedDelta
 from tellin.entrypoints.openai.parsers.text_scanner import MarkerScanner
@@ -18,6 +19,9 @@ class ToolParser:
     markers: tuple[str, ...] = ()
     """Texts that introduce calls. They may be special tokens."""
     id_length = 24
+
+    schemas: Mapping[str, Any] = {}
+    """Of each tool's arguments, for formats that do not tell texts from other values."""
 
     def __init__(self, tool_names: Collection[str]) -> None:
         self.tool_names = frozenset(tool_names)

@@ -21,6 +21,7 @@ from tellin.entrypoints.openai.parsers.json_calls import (
     MistralParser,
 )
 from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
+from tellin.entrypoints.openai.parsers.qwen_xml import TEXT_ONLY, QwenXmlParser, kinds_of
 from tellin.entrypoints.openai.schema_tools import (
     DEFINITIONS,
     call_schema,
@@ -231,6 +232,47 @@ def _arguments(
     return _sequence(*required, rest) if required else one_of(*as_first)
 
 
+# ---------------------------------------------------------------------- Qwen's tags
+
+
+def _qwen_xml(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
+    """Texts are free, but for allowed values; so are those that may be something else too."""
+    calls = []
+    for tool in tools:
+        _require_tag_name(tool, tool.name)
+        written = {}
+        for name in tool.properties:
+            _require_tag_name(tool, name)
+            lines = _tag_lines(tool, name)
+            written[name] = _tag(f"<parameter={name}>\n", lines, "</parameter>\n")
+        arguments = _arguments(tool, written, "", definitions)
+        begin, end = f"<tool_call>\n<function={tool.name}>\n", "</function>\n</tool_call>"
+        calls.append(_tag(begin, arguments, end))
+    return _list(calls, "\n", is_single=is_single)
+
+
+def _tag_lines(tool: CallableTool, name: str) -> Format:
+    """A value and the end of its line."""
+    schema = tool.property_schema(name)
+    kinds = kinds_of(schema, tool.parameters)
+    if kinds is not None and "string" not in kinds:
+        return _sequence(_schema(schema), _text("\n"))
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if kinds == TEXT_ONLY and isinstance(choices, list):
+        if any("</parameter>" in choice for choice in choices):
+            raise ValueError(
+                f"an allowed value of the argument {name!r} of {tool.name!r} contains "
+                "'</parameter>', which ends values in this model's format"
+            )
+        return one_of(*(_text(f"{choice}\n") for choice in choices))
+    return _optional(_regex("[^<]*\n"))
+
+
+def _require_tag_name(tool: CallableTool, name: str) -> None:
+    if not name or name != name.strip() or any(char in "<>\n" for char in name):
+        raise ValueError(f"the name {name!r} in {tool.name!r} cannot be written as a tag")
+
+
 # ---------------------------------------------------------------------- Gemma
 
 _GEMMA_BARE = '[^\\s\\x1c-\\x1f:,<>"{}\\[\\]]+'
@@ -397,4 +439,5 @@ _WRITERS: dict[type[ToolParser], Writer] = {
     Lfm2Parser: _between(Lfm2Parser),
     PythonicParser: _between(PythonicParser),
     GemmaParser: _gemma,
+    QwenXmlParser: _qwen_xml,
 }

@@ -10,6 +10,7 @@ from tellin.entrypoints.openai.parsers.json_calls import (
     MistralParser,
 )
 from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
+from tellin.entrypoints.openai.parsers.qwen_xml import QwenXmlParser
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
@@ -18,9 +19,12 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "pythonic": PythonicParser,
     "gemma": GemmaParser,
     "lfm2": Lfm2Parser,
+    "qwen3_coder": QwenXmlParser,
+    "qwen3_xml": QwenXmlParser,
 }
 
 _SIGNS = (
+    ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
     ("<start_function_call>", "gemma"),

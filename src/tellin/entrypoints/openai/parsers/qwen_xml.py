@@ -1,0 +1,174 @@
+"""Tool calls of Qwen3-Coder and Qwen3.5: functions and parameters as tags, values as plain text.
+
+``<tool_call><function=f><parameter=city>Rome</parameter></function></tool_call>``, with line breaks
+between all of them. Texts have no quotes, so that only the tool's schema tells ``1`` from ``"1"``.
+A parameter is handed out when its closing tag has come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.json_text import value_end
+from tellin.entrypoints.openai.schema_tools import referenced
+
+_FUNCTION, _PARAMETER = "<function=", "<parameter="
+_END_FUNCTION, _END_PARAMETER, _END_CALL = "</function>", "</parameter>", "</tool_call>"
+_PYTHONS = {"True": "true", "False": "false", "None": "null"}
+_KIND_OF_START = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean",
+                  "n": "null"}  # fmt: skip
+TEXT_ONLY = frozenset({"string"})
+_MAX_DEPTH = 16
+"""References and branches that are followed."""
+
+
+class QwenXmlParser(ToolParser):
+    markers = ("<tool_call>", _FUNCTION)
+
+    def _begin(self, marker: str) -> None:
+        self._raw = marker
+        self._tag = ""
+        self._state = self._in_name if marker == _FUNCTION else self._before_function
+
+    def _before_function(self, char: str) -> None:
+        self._raw += char
+        if not self._tag and char.isspace():
+            return
+        self._tag += char
+        if self._tag == _FUNCTION:
+            self._tag = ""
+            self._state = self._in_name
+        elif not _FUNCTION.startswith(self._tag):
+            self._back_to_content(self._raw)
+
+    def _in_name(self, char: str) -> None:
+        self._raw += char
+        if char == ">":
+            self._function, self._tag = self._tag.strip(), ""
+            self._num_arguments = 0
+            self._begin_call(self._function)
+            self._state = self._between
+        elif char == "<" or char == "\n":
+            self._back_to_content(self._raw)
+        else:
+            self._tag += char
+
+    def _between(self, char: str) -> None:
+        """Among the parameters."""
+        if not self._tag and char.isspace():
+            return
+        self._tag += char
+        if self._tag == _PARAMETER:
+            self._tag = ""
+            self._state = self._in_key
+        elif self._tag in (_END_FUNCTION, _END_CALL):
+            is_end = self._tag == _END_CALL
+            self._close_call()
+            if is_end:
+                self._back_to_content()
+        elif not any(tag.startswith(self._tag) for tag in (_PARAMETER, _END_FUNCTION, _END_CALL)):
+            self._leave_call()
+
+    def _in_key(self, char: str) -> None:
+        if char == ">":
+            self._key, self._raw = self._tag.strip(), ""
+            self._state = self._in_value
+        else:
+            self._tag += char
+
+    def _in_value(self, char: str) -> None:
+        self._raw += char
+        if char != ">" or not self._raw.endswith(_END_PARAMETER):
+            return
+        value = self._raw.removesuffix(_END_PARAMETER)
+        if value.startswith("\n"):  # a value on lines of its own ends on one: in JSON none can
+            if value == "\n":
+                value = ""
+            elif value.endswith("\n"):
+                value = value[1:-1]
+            else:
+                return
+        schema = self.schemas.get(self._function, True)
+        key = json.dumps(self._key, ensure_ascii=False)
+        opening = ", " if self._num_arguments else "{"
+        self._add_arguments(f"{opening}{key}: {_as_json(value, _kinds_of(schema, self._key))}")
+        self._num_arguments += 1
+        self._tag = ""
+        self._state = self._between
+
+    def _close_call(self) -> None:
+        self._add_arguments("}" if self._num_arguments else "{}")
+        self._tag = ""
+        self._state = self._after_call
+
+    def _after_call(self, char: str) -> None:
+        if not self._tag and char.isspace():
+            return
+        self._tag += char
+        if self._tag == _END_CALL:
+            self._back_to_content()
+        elif self._tag == _FUNCTION:
+            self._raw, self._tag = _FUNCTION, ""
+            self._state = self._in_name
+        elif not any(tag.startswith(self._tag) for tag in (_END_CALL, _FUNCTION)):
+            self._read_again()
+
+    def _leave_call(self) -> None:
+        """What comes is no parameter: the call is over."""
+        self._add_arguments("}" if self._num_arguments else "{}")
+        self._read_again()
+
+    def _read_again(self) -> None:
+        text, self._tag = self._tag, ""
+        self._back_to_content()
+        for char in text:
+            self._state(char)
+
+    def _end(self) -> None:
+        if self._state in (self._before_function, self._in_name):
+            self._emit_content(self._raw)
+
+
+def _as_json(text: str, kinds: frozenset[str] | None) -> str:
+    """The value in JSON: as it stands if it is JSON of an allowed kind, else a string."""
+    bare = text.strip()
+    bare = _PYTHONS.get(bare, bare)
+    if kinds != TEXT_ONLY and bare and value_end(bare) == len(bare):
+        kind = _KIND_OF_START.get(bare[0], "number")
+        if kinds is None or kind in kinds or "string" not in kinds:
+            return bare
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _kinds_of(parameters: Any, name: str) -> frozenset[str] | None:
+    """Kinds of JSON values that an argument may be of; None = any."""
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping) or name not in properties:
+        return None
+    return kinds_of(properties[name], parameters)
+
+
+def kinds_of(schema: Any, root: Any, depth: int = 0) -> frozenset[str] | None:
+    """Kinds of JSON values (integers are numbers) that a schema allows; None = any, or unknown."""
+    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        return None
+    if isinstance(schema.get("$ref"), str):
+        return kinds_of(referenced(root, schema["$ref"]), root, depth + 1)
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(choices, list):
+        starts = [json.dumps(choice)[0] for choice in choices]
+        return frozenset(_KIND_OF_START.get(start, "number") for start in starts)
+    for key in ("anyOf", "oneOf", "allOf"):
+        branches = schema.get(key)
+        if isinstance(branches, list) and branches and (key != "allOf" or len(branches) == 1):
+            parts = [kinds_of(branch, root, depth + 1) for branch in branches]
+            known = [part for part in parts if part is not None]
+            return frozenset().union(*known) if len(known) == len(parts) else None
+    kinds = schema.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not all(isinstance(kind, str) for kind in kinds):
+        return None
+    return frozenset("number" if kind == "integer" else kind for kind in kinds)
