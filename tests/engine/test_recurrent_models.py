@@ -1,0 +1,144 @@
+"""Recurrent and hybrid models through the whole engine: promise 1 whatever happens around them.
+
+Add a tiny checkpoint of another architecture to `MODELS`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tellin.config import EngineArgs
+from tellin.engine.llm_engine import LLMEngine
+from tellin.exceptions import UnsupportedFeatureError
+from tellin.sampling_params import RequestOutputKind, SamplingParams
+from tests.models.tiny_hybrids import write_tiny_hybrid
+
+BACKEND = "reference"
+MAX_MODEL_LEN = 192
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "lfm2": lambda folder: write_tiny_hybrid(folder, "lfm2"),
+    "granitehybrid": lambda folder: write_tiny_hybrid(folder, "granitehybrid"),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return MODELS[request.param](tmp_path_factory.mktemp("models") / request.param)
+
+
+@dataclass
+class Case:
+    prompt: list[int]
+    params: SamplingParams
+
+
+def cases() -> list[Case]:
+    """Short and long prompts; some begin alike, or are the same; greedy and sampled."""
+    rng = random.Random(11)
+    system, chat = ([rng.randrange(2, 258) for _ in range(n)] for n in (70, 41))
+    result = []
+    for i, length in enumerate((1, 5, 17, 40, 16, 90, 3, 64, 33, 48)):
+        head = [[], system, chat][i % 3]
+        prompt = head + [rng.randrange(2, 258) for _ in range(length)]
+        params = SamplingParams(
+            temperature=0.0 if i % 4 == 0 else 0.9,
+            seed=i,
+            n=3 if i == 5 else 1,
+            max_tokens=6 + 5 * (i % 4),
+            logprobs=2,
+            prompt_logprobs=1 if i == 7 else None,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        result.append(Case(prompt, params))
+    return [*result, result[1], result[4]]
+
+
+def make_engine(model: Path, **options: Any) -> LLMEngine:
+    settings = {"max_model_len": MAX_MODEL_LEN, "num_kv_blocks": 128, "num_threads": 2}
+    args = EngineArgs(model, backend=BACKEND, **{**settings, **options})
+    engine = LLMEngine.from_engine_args(args)
+    states = engine.engine_core.engine_core.scheduler.kv_cache_manager.states  # type: ignore[attr-defined]
+    states.min_saved_tokens, states.checkpoint_tokens, states.decode_tokens = 16, 32, 16
+    return engine
+
+
+def result(output: Any) -> Any:
+    return [(o.token_ids, o.logprobs) for o in output.outputs], output.prompt_logprobs
+
+
+def run(engine: LLMEngine, seed: int, *, with_sleep: bool = False) -> tuple[dict[int, Any], int]:
+    """Cases come at random times and some are aborted; results of the others, tokens from cache."""
+    rng = random.Random(seed)
+    todo = list(enumerate(cases()))
+    rng.shuffle(todo)
+    results: dict[int, Any] = {}
+    num_cached, num_steps = 0, 0
+    while todo or engine.has_unfinished_requests():
+        for _ in range(rng.choice((0, 0, 1, 2, 4))):
+            if todo:
+                number, case = todo.pop()
+                engine.add_request(str(number), {"prompt_token_ids": case.prompt}, case.params)
+        for output in engine.step():
+            num_cached = max(num_cached, output.num_cached_tokens or 0)
+            if output.finished:
+                results[int(output.request_id)] = result(output)
+        num_steps += 1
+        if num_steps % 9 == 0:
+            engine.abort_request([str(rng.randrange(len(cases())))])
+        if with_sleep and num_steps == 12:
+            engine.sleep(1, mode="keep")
+            engine.wake_up()
+    return results, num_cached
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> list[Any]:
+    """Every case in an engine that has nothing else to do."""
+    engine = make_engine(model, num_threads=1, enable_prefix_caching=False)
+    results = []
+    for case in cases():
+        engine.add_request("only", {"prompt_token_ids": case.prompt}, case.params)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+        results.append(result(outputs[0]))
+    engine.shutdown()
+    return results
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "together": {},
+    "in chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 8},
+    "preempted": {"num_kv_blocks": 24, "max_num_batched_tokens": 100, "max_num_seqs": 6},
+    "without a cache": {"num_kv_blocks": 24, "enable_prefix_caching": False},
+    "few states": {"max_num_seqs": 2, "long_prefill_token_threshold": 20},
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_promise_1_of_recurrent_models(model: Path, alone: list[Any], scenario: str) -> None:
+    """2.7.4: the same bits in any company, in any chunks, after preemption, a prefix hit, sleep."""
+    options = SCENARIOS[scenario]
+    engine = make_engine(model, **options)
+    for seed in range(2):  # the second time with what the prefix cache holds
+        results, num_cached = run(engine, seed, with_sleep=seed == 0)
+        assert len(results) > len(alone) // 2
+        for number, found in results.items():
+            assert found == alone[number], f"case {number} of {scenario}, seed {seed}"
+        assert (num_cached > 60) == options.get("enable_prefix_caching", True)
+    counts = Counter({m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")})
+    if "num_kv_blocks" in options:
+        assert counts["tellin:num_preemptions"] > 0
+    engine.shutdown()
+
+
+def test_speculation_with_a_recurrent_model_is_refused(model: Path) -> None:
+    with pytest.raises(UnsupportedFeatureError, match="speculative_config is not supported"):
+        make_engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
