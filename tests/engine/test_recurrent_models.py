@@ -139,6 +139,33 @@ def test_promise_1_of_recurrent_models(model: Path, alone: list[Any], scenario: 
     engine.shutdown()
 
 
+def test_a_conversation_goes_on_from_what_was_kept_while_decoding(model: Path) -> None:
+    """The state at the end of a block is kept on the way, in the cheapest kind of step too."""
+    engine = make_engine(model)
+    ids, cached = cases()[3].prompt, []
+    for turn in range(3):
+        params = SamplingParams(
+            temperature=0.7,
+            seed=turn,
+            max_tokens=39,
+            ignore_eos=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        found = []
+        for use_cache in (True, False):
+            params.skip_reading_prefix_cache = not use_cache
+            engine.add_request("turn", {"prompt_token_ids": ids}, params)
+            while engine.has_unfinished_requests():
+                outputs = engine.step()
+            found.append(outputs[0].outputs[0].token_ids)
+            if use_cache:
+                cached.append(outputs[0].num_cached_tokens)
+        assert found[0] == found[1]
+        ids = [*ids, *found[0], 5]
+    assert cached == [0, 64, 112]  # 40, 80 and 120 ids, of which all but the last one or two ran
+    engine.shutdown()
+
+
 def test_speculation_with_a_recurrent_model_is_refused(model: Path) -> None:
     with pytest.raises(UnsupportedFeatureError, match="speculative_config is not supported"):
         make_engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
