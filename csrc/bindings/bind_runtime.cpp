@@ -62,8 +62,11 @@ Activation activation_named(const std::string& name) {
   if (name == "relu") return Activation::kRelu;
   if (name == "quick_gelu") return Activation::kQuickGelu;
   if (name == "swiglu_oai") return Activation::kSwigluOai;
-  throw std::invalid_argument("unknown activation '" + name +
-                              "'; known: silu, gelu, gelu_tanh, quick_gelu, relu, swiglu_oai");
+  if (name == "sigmoid") return Activation::kSigmoid;
+  if (name == "identity") return Activation::kIdentity;
+  throw std::invalid_argument(
+      "unknown activation '" + name +
+      "'; known: silu, gelu, gelu_tanh, quick_gelu, relu, swiglu_oai, sigmoid, identity");
 }
 
 KvDtype kv_dtype_named(const std::string& name) {
@@ -131,6 +134,22 @@ class BoundProgram {
     program.copy_kv_block(source, target);
   }
 
+  void init_state_cache(int64_t num_slots) {
+    const nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex);
+    program.init_state_cache(num_slots);
+  }
+  void free_state_cache() {
+    const nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex);
+    program.free_state_cache();
+  }
+  void copy_state(int64_t source, int64_t target) {
+    const nb::gil_scoped_release release;
+    const std::lock_guard<std::mutex> lock(mutex);
+    program.copy_state(source, target);
+  }
+
   size_t kv_committed_bytes() {
     const std::lock_guard<std::mutex> lock(mutex);
     return program.kv_committed_bytes();
@@ -152,7 +171,8 @@ class BoundProgram {
   Rows forward(const Ints& token_ids, const Ints& positions, const Ints& query_start_loc,
                const Ints& seq_lens, const Table& block_table, const Ints& logits_indices,
                const std::optional<Ints>& adapter_slots, const std::optional<Floats>& embeds,
-               const std::optional<Ints>& embed_rows, const std::optional<Ints>& token_types) {
+               const std::optional<Ints>& embed_rows, const std::optional<Ints>& token_types,
+               const std::optional<Ints>& state_slots, const std::optional<Table>& state_saves) {
     StepInput input;
     input.token_ids = token_ids.data();
     input.positions = positions.data();
@@ -190,6 +210,17 @@ class BoundProgram {
       if (token_types->shape(0) != token_ids.shape(0)) {
         throw std::invalid_argument("token_types must have as many entries as token_ids");
       }
+    }
+    if (state_slots.has_value()) {
+      input.state_slots = state_slots->data();
+      if (state_slots->shape(0) != seq_lens.shape(0)) {
+        throw std::invalid_argument("state_slots must have as many entries as seq_lens");
+      }
+    }
+    if (state_saves.has_value()) {
+      input.state_saves = state_saves->data();
+      input.num_saves = static_cast<int64_t>(state_saves->shape(0));
+      if (state_saves->shape(1) != 3) throw std::invalid_argument("state_saves must have 3 columns");
     }
     if (block_table.shape(0) != seq_lens.shape(0)) {
       throw std::invalid_argument("block_table must have one row per request");
@@ -357,6 +388,36 @@ void bind_runtime(nb::module_& m) {
           "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
           "window"_a, "softcap"_a, "causal"_a, "sinks"_a = -1)
       .def(
+          "add_state_layer",
+          [](BoundProgram& p, int64_t num_values) { return p.program.add_state_layer(num_values); },
+          "num_values"_a)
+      .def(
+          "short_conv",
+          [](BoundProgram& p, int x, int weight, int bias, int out, int state, int64_t kernel,
+             const std::optional<std::string>& act) {
+            const Activation known = act.has_value() ? activation_named(*act) : Activation::kIdentity;
+            p.program.short_conv(x, weight, bias, out, state, kernel, act.has_value() ? &known : nullptr);
+          },
+          "x"_a, "weight"_a, "bias"_a, "out"_a, "state"_a, "kernel"_a, "act"_a.none())
+      .def(
+          "gated_delta",
+          [](BoundProgram& p, int q, int k, int v, int a, int b, int out, int decay, int dt_bias, int state,
+             int64_t num_k_heads, int64_t num_v_heads, bool tiled) {
+            p.program.gated_delta({q, k, v, a, b, out}, decay, dt_bias, state, num_k_heads, num_v_heads,
+                                  tiled);
+          },
+          "q"_a, "k"_a, "v"_a, "a"_a, "b"_a, "out"_a, "decay"_a, "dt_bias"_a, "state"_a, "num_k_heads"_a,
+          "num_v_heads"_a, "tiled"_a)
+      .def(
+          "selective_scan",
+          [](BoundProgram& p, int x, int b, int c, int dt, int out, int decay, int skip, int dt_bias,
+             int state, int64_t num_heads, int64_t num_groups, float dt_min, float dt_max) {
+            p.program.selective_scan({x, b, c, dt, out}, decay, skip, dt_bias, state, num_heads, num_groups,
+                                     dt_min, dt_max);
+          },
+          "x"_a, "b"_a, "c"_a, "dt"_a, "out"_a, "decay"_a, "skip"_a, "dt_bias"_a, "state"_a, "num_heads"_a,
+          "num_groups"_a, "dt_min"_a, "dt_max"_a)
+      .def(
           "act_mul",
           [](BoundProgram& p, int gate, int up, int out, const std::string& act) {
             p.program.act_mul(gate, up, out, activation_named(act));
@@ -404,12 +465,17 @@ void bind_runtime(nb::module_& m) {
            "columns"_a)
       .def("init_kv_cache", &BoundProgram::init_kv_cache, "num_blocks"_a, "system_root"_a = "")
       .def("free_kv_cache", &BoundProgram::free_kv_cache)
+      .def("init_state_cache", &BoundProgram::init_state_cache, "num_slots"_a)
+      .def("free_state_cache", &BoundProgram::free_state_cache)
+      .def("copy_state", &BoundProgram::copy_state, "source"_a, "target"_a)
+      .def_prop_ro("state_bytes_per_slot", [](BoundProgram& p) { return p.program.state_bytes_per_slot(); })
       .def("copy_kv_block", &BoundProgram::copy_kv_block, "source"_a, "target"_a)
       .def("forward", &BoundProgram::forward, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
            "query_start_loc"_a.noconvert(), "seq_lens"_a.noconvert(), "block_table"_a.noconvert(),
            "logits_indices"_a.noconvert(), "adapter_slots"_a.noconvert() = nb::none(),
            "embeds"_a.noconvert() = nb::none(), "embed_rows"_a.noconvert() = nb::none(),
-           "token_types"_a.noconvert() = nb::none())
+           "token_types"_a.noconvert() = nb::none(), "state_slots"_a.noconvert() = nb::none(),
+           "state_saves"_a.noconvert() = nb::none())
       .def("hidden", &BoundProgram::hidden)
       .def("block_maxima", &BoundProgram::block_maxima)
       .def("set_profile", &BoundProgram::set_profile, "enabled"_a)

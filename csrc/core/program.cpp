@@ -101,8 +101,9 @@ Program::Program(const Options& options)
   const LinearKernels* linear = linear_kernels(options.isa.empty() ? nullptr : options.isa.c_str());
   const char* isa = checked_isa(linear, options.isa);
   const SamplingKernels* sampling = sampling_kernels(isa);
-  state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa), sampling};
-  require(state_->kernels.vector != nullptr && state_->kernels.attention != nullptr && sampling != nullptr,
+  state_->kernels = {linear, vector_kernels(isa), attention_kernels(isa), sampling, recurrent_kernels(isa)};
+  require(state_->kernels.vector != nullptr && state_->kernels.attention != nullptr && sampling != nullptr &&
+              state_->kernels.recurrent != nullptr,
           "isa '" + std::string(isa) + "' has no row kernels in this build");
   require(options.num_threads >= 1 && options.num_threads <= ThreadTeam::kMaxThreads,
           "num_threads must be between 1 and " + std::to_string(ThreadTeam::kMaxThreads));

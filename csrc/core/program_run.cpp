@@ -110,6 +110,7 @@ void Program::check_step(const StepInput& in) const {
                   std::to_string(pool_.num_blocks()) + " blocks");
     }
   }
+  check_states(in);
 }
 
 void Program::check_embeds(const StepInput& in) const {
@@ -139,6 +140,7 @@ class Program::Run final : public ThreadTeam::Job {
         shares_(num_threads_) {
     cut_passes();
     program.find_lora_rows(input, num_passes_);
+    program.find_state_rows(input, num_passes_);
     reserve_memory();
     begin_pass();
     last_time_ = Clock::now();

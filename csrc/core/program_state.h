@@ -64,6 +64,7 @@ struct Program::State {
   // Of the running step; kept between steps for their memory.
   std::vector<int64_t> slots;
   std::vector<int32_t> embed_index;
+  std::vector<int64_t> slot_taken;  // state slots of the step, ascending
   std::vector<std::unique_ptr<Pass>> passes;
 
   int64_t num_tokens = -1;  // of the last step; -1 = none yet

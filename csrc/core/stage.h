@@ -56,6 +56,19 @@ struct RequestRows {
   const int32_t* block_table;  // of the request
 };
 
+// Consecutive rows of one request within a pass, as recurrences see them.
+struct StateRows {
+  int64_t begin, end;            // rows [begin, end) of the pass
+  int64_t slot;                  // where the request's state lies
+  bool from_zero;                // row `begin` is the request's first
+  size_t first_save, last_save;  // of the pass's saves
+};
+
+struct StateSave {
+  int64_t end;   // the state before this row of the pass
+  int64_t slot;  // goes there, too
+};
+
 struct Gather {
   int64_t token;  // row of the pass
   int64_t logit;  // row of the step
@@ -80,6 +93,8 @@ struct Pass {
   std::vector<Gather> gathers;
   std::vector<std::unique_ptr<AttentionSchedule>> schedules;  // by attention shape
   std::vector<LoraRows> lora_rows[2];                         // by kind of rows: those with an adapter
+  std::vector<StateRows> state_rows;                          // empty if the plan has no recurrences
+  std::vector<StateSave> state_saves;
 
   int64_t num_rows(RowKind kind) const { return kind == RowKind::kTokens ? num_tokens : num_logits; }
 };
@@ -89,6 +104,7 @@ struct KernelTables {
   const VectorKernels* vector;
   const AttentionKernels* attention;
   const SamplingKernels* sampling;
+  const RecurrentKernels* recurrent;
 };
 
 // Quantises columns [begin, end) of rows [m0, m1) of a buffer for those who read them. Their values are at

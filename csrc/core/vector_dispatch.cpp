@@ -6,15 +6,16 @@
 
 namespace tellin {
 
-#define TELLIN_DECLARE(isa)                  \
-  const VectorKernels* vector_table_##isa(); \
-  const AttentionKernels* attention_table_##isa();
+#define TELLIN_DECLARE(isa)                        \
+  const VectorKernels* vector_table_##isa();       \
+  const AttentionKernels* attention_table_##isa(); \
+  const RecurrentKernels* recurrent_table_##isa();
 TELLIN_DECLARE(portable)
 TELLIN_DECLARE(avx2)
 TELLIN_DECLARE(avx512)
 TELLIN_DECLARE(neon)
 #undef TELLIN_DECLARE
-const AttentionKernels* attention_table_avxvnni();  // rows are AVX2's
+const AttentionKernels* attention_table_avxvnni();  // rows and recurrences are AVX2's
 
 namespace {
 
@@ -22,21 +23,22 @@ struct Variant {
   const char* isa;
   const VectorKernels* (*vector)();
   const AttentionKernels* (*attention)();
+  const RecurrentKernels* (*recurrent)();
 };
 
 constexpr Variant kVariants[] = {
-    {"portable", vector_table_portable, attention_table_portable},
+    {"portable", vector_table_portable, attention_table_portable, recurrent_table_portable},
 #ifdef TELLIN_HAVE_AVX2
-    {"avx2", vector_table_avx2, attention_table_avx2},
+    {"avx2", vector_table_avx2, attention_table_avx2, recurrent_table_avx2},
 #endif
 #ifdef TELLIN_HAVE_AVXVNNI
-    {"avxvnni", vector_table_avx2, attention_table_avxvnni},
+    {"avxvnni", vector_table_avx2, attention_table_avxvnni, recurrent_table_avx2},
 #endif
 #ifdef TELLIN_HAVE_AVX512
-    {"avx512", vector_table_avx512, attention_table_avx512},
+    {"avx512", vector_table_avx512, attention_table_avx512, recurrent_table_avx512},
 #endif
 #ifdef TELLIN_HAVE_NEON
-    {"neon", vector_table_neon, attention_table_neon},
+    {"neon", vector_table_neon, attention_table_neon, recurrent_table_neon},
 #endif
 };
 
@@ -57,6 +59,11 @@ const VectorKernels* vector_kernels(const char* isa) {
 const AttentionKernels* attention_kernels(const char* isa) {
   const Variant* variant = find(isa);
   return variant == nullptr ? nullptr : variant->attention();
+}
+
+const RecurrentKernels* recurrent_kernels(const char* isa) {
+  const Variant* variant = find(isa);
+  return variant == nullptr ? nullptr : variant->recurrent();
 }
 
 }  // namespace tellin

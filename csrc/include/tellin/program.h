@@ -7,6 +7,7 @@
 // itself: one caller at a time (the binding holds a lock).
 #pragma once
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <memory>
 #include <string>
@@ -15,6 +16,7 @@
 #include "tellin/kv_pool.h"
 #include "tellin/linear.h"
 #include "tellin/mapped_memory.h"
+#include "tellin/state_pool.h"
 #include "tellin/thread_team.h"
 #include "tellin/vector_kernels.h"
 
@@ -23,6 +25,7 @@ namespace tellin {
 struct Buffer;
 struct ExpertMatrices;
 struct LinearPart;
+class Stage;
 
 // Arrays of one step (see kernels/batch.py), owned by the caller.
 struct StepInput {
@@ -42,6 +45,9 @@ struct StepInput {
   int64_t num_embeds = 0;
   int64_t embed_width = 0;
   const int32_t* token_types = nullptr;  // [num_tokens]; nullptr = all 0
+  const int32_t* state_slots = nullptr;  // [num_requests]; needed if the plan has recurrences
+  const int32_t* state_saves = nullptr;  // [num_saves, 3]: request, number of tokens, slot
+  int64_t num_saves = 0;
 };
 
 // A tensor as it lies in its file: rows of whole blocks. Must stay valid as long as the program for
@@ -107,6 +113,13 @@ class Program {
     float scale;     // of shares, at last
   };
 
+  struct DeltaBuffers {
+    int q, k, v, a, b, out;
+  };
+  struct ScanBuffers {
+    int x, b, c, dt, out;
+  };
+
   explicit Program(const Options& options);
   ~Program();
 
@@ -116,6 +129,7 @@ class Program {
   int add_weight(const TensorView& tensor, ActPrecision precision);
   int add_vector(const TensorView& tensor, float offset);  // float32 copy of a norm weight or bias
   int add_kv_layer(int64_t num_kv_heads, int64_t head_dim);
+  int add_state_layer(int64_t num_values);
   int add_rotary(std::vector<double> frequencies, float attention_factor);
 
   void embed(const TensorView& table, int out, float scale);
@@ -137,6 +151,14 @@ class Program {
   // sinks: vector id of num_heads scores that take part in the softmax without a value, -1 = none.
   void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
                  int64_t head_dim, float scale, int64_t window, float softcap, bool causal, int sinks);
+  // Recurrences, see models/plan/ir.py; `layer` is a state layer. weight: vector id, [width, kernel]; act:
+  // nullptr = none.
+  void short_conv(int x, int weight, int bias, int out, int layer, int64_t kernel, const Activation* act);
+  // decay: A, a negative number per head.
+  void gated_delta(const DeltaBuffers& buffers, int decay, int dt_bias, int layer, int64_t num_k_heads,
+                   int64_t num_v_heads, bool tiled);
+  void selective_scan(const ScanBuffers& buffers, int decay, int skip, int dt_bias, int layer,
+                      int64_t num_heads, int64_t num_groups, float dt_min, float dt_max);
   void act_mul(int gate, int up, int out, Activation act);
   void activation(int x, int out, Activation act);
   void add(int x, int y, int out);
@@ -164,6 +186,11 @@ class Program {
   int64_t num_kv_blocks() const { return pool_.num_blocks(); }
   // End of what was committed ahead of its use, in bytes from the cache's start (commit_ahead.h).
   size_t kv_committed_bytes() const { return pool_.committed_bytes(); }
+
+  void init_state_cache(int64_t num_slots) { states_.allocate(num_slots); }
+  void free_state_cache() { states_.free(); }
+  void copy_state(int64_t source, int64_t target) { states_.copy_slot(source, target); }
+  int64_t state_bytes_per_slot() const { return states_.slot_bytes(); }
 
   // Loads an adapter into a slot, in the place of what was there. The matrices are copied.
   void set_adapter(int slot, const std::vector<LoraWeights>& weights);
@@ -209,10 +236,15 @@ class Program {
   void check_adapters(const StepInput& input) const;
   void check_embeds(const StepInput& input) const;
   void find_lora_rows(const StepInput& input, size_t num_passes);
+  void check_state_layer(int layer, int64_t num_values) const;
+  void add_recurrence(std::initializer_list<Buffer*> operands, Buffer& out, std::unique_ptr<Stage> stage);
+  void check_states(const StepInput& input) const;
+  void find_state_rows(const StepInput& input, size_t num_passes);
   RowsView view(int buffer) const;
 
   ThreadTeam team_;
   KvPool pool_;
+  StatePool states_;
   std::vector<std::unique_ptr<Weight>> weights_;
   MappedMemory arena_;
   std::unique_ptr<State> state_;

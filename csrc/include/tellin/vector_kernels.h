@@ -1,5 +1,5 @@
-// Row and attention kernels: the border between the plan executor and everything that is not a matrix
-// product.
+// Row, attention and recurrence kernels: the border between the plan executor and everything that is not a
+// matrix product.
 //
 // Kernels do not allocate, do not throw and know no threads. Each value is one fixed sequence of
 // floating-point operations: it depends on its row, never on how rows were grouped into calls.
@@ -19,7 +19,9 @@ enum class Activation : int32_t {
   kGeluTanh = 2,
   kRelu = 3,
   kQuickGelu = 4,
-  kSwigluOai = 5
+  kSwigluOai = 5,
+  kSigmoid = 6,
+  kIdentity = 7
 };
 enum class KvDtype : int32_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2, kInt16 = 3 };
 
@@ -102,8 +104,61 @@ struct AttentionKernels {
 };
 constexpr int64_t kScratchRows = 8;
 
+// Columns that lie side by side in a recurrence's matrix: [columns / kStateColumns][depth][kStateColumns],
+// the last block as wide as what is left. What is read again for every row then fits the first-level cache.
+constexpr int64_t kStateColumns = 32;
+constexpr int64_t kMaxConvKernel = 8;
+
+// Rows of one request in a short convolution, and some of its columns.
+struct ConvRows {
+  const float* x;
+  int64_t x_stride;
+  float* out;
+  int64_t out_stride;
+  int64_t num_rows, columns;
+  const float* weight;  // [kernel] rows of weight_stride
+  int64_t weight_stride;
+  int64_t kernel;
+  const float* bias;  // nullptr = none
+  bool has_act;
+  Activation act;
+  float* state;  // [kernel - 1, columns]: the rows before; changed
+};
+
+// Rows of one request in one head of a gated delta rule, and some of its value columns.
+struct DeltaRows {
+  const float *q, *k, *v, *a, *b;
+  int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
+  float* out;
+  int64_t out_stride;
+  int64_t num_rows, depth, columns;  // depth: of q and k
+  float decay, dt_bias;
+  float* state;  // [depth, columns] in blocks of kStateColumns; changed
+};
+
+// Rows of one request in one head of a selective scan, and some of its columns.
+struct ScanRows {
+  const float *x, *b, *c, *dt;
+  int64_t x_stride, b_stride, c_stride, dt_stride;
+  float* out;
+  int64_t out_stride;
+  int64_t num_rows, depth, columns;  // depth: of b and c
+  float decay, skip, dt_bias, dt_min, dt_max;
+  float* state;  // as in DeltaRows
+};
+
+// Recurrences: what they compute stands in models/plan/ir.py. A row's values are one sequence of operations
+// from those of the row before, whatever the calls.
+struct RecurrentKernels {
+  const char* isa;
+  void (*short_conv)(const ConvRows& rows);
+  void (*gated_delta)(const DeltaRows& rows);
+  void (*selective_scan)(const ScanRows& rows);
+};
+
 // Tables of the named variant (as returned in LinearKernels::isa), or nullptr if it was not built.
 const VectorKernels* vector_kernels(const char* isa);
 const AttentionKernels* attention_kernels(const char* isa);
+const RecurrentKernels* recurrent_kernels(const char* isa);
 
 }  // namespace tellin

@@ -59,6 +59,24 @@ inline V vsigmoid(V x) {
   return Simd::div(one, Simd::add(one, vexp_clamped(Simd::sub(Simd::zero(), x))));
 }
 
+// log(1 + exp(x)) = max(x, 0) + log(1 + t) with t = exp(-|x|): log(1 + t) = 2 artanh(s) with s = t / (2 + t),
+// at most 1/3, as a power series in s^2.
+inline V vsoftplus(V x) {
+  const V t = vexp_clamped(Simd::sub(Simd::zero(), Simd::abs(x)));
+  const V s = Simd::div(t, Simd::add(Simd::set1(2.0f), t));
+  const V z = Simd::mul(s, s);
+  V p = Simd::set1(1.0f / 15);
+  p = Simd::fma(p, z, Simd::set1(1.0f / 13));
+  p = Simd::fma(p, z, Simd::set1(1.0f / 11));
+  p = Simd::fma(p, z, Simd::set1(1.0f / 9));
+  p = Simd::fma(p, z, Simd::set1(1.0f / 7));
+  p = Simd::fma(p, z, Simd::set1(1.0f / 5));
+  p = Simd::fma(p, z, Simd::set1(1.0f / 3));
+  const V twice = Simd::add(s, s);
+  const V log = Simd::fma(Simd::mul(twice, z), p, twice);
+  return Simd::add(Simd::max(Simd::zero(), x), log);
+}
+
 // a + a t T(t) with t = a^2 below 0.625, else 1 - 2 / (exp(2a) + 1).
 inline V vtanh(V x) {
   const V a = Simd::abs(x);

@@ -9,6 +9,7 @@ namespace {
 struct Simd {
   static constexpr int kWidth = 8;
   static constexpr int kAttendRows = 6;
+  static constexpr int kStateVectors = 2;  // of a recurrence's matrix, side by side
   // Vectors side by side in attention: 8 to 12 chains of multiply-adds in 16 registers.
   static constexpr int attend_vectors(int rows) { return rows == 1 ? 8 : (rows <= 4 ? 12 / rows : 2); }
 

@@ -9,6 +9,7 @@ namespace {
 struct Simd {
   static constexpr int kWidth = 4;
   static constexpr int kAttendRows = 6;
+  static constexpr int kStateVectors = 4;  // of a recurrence's matrix, side by side
   // Vectors side by side in attention: 8 to 24 chains of multiply-adds in 32 registers.
   static constexpr int attend_vectors(int rows) { return rows <= 2 ? 8 : 4; }
 

@@ -13,6 +13,7 @@ namespace {
 struct Simd {
   static constexpr int kWidth = 4;
   static constexpr int kAttendRows = 4;
+  static constexpr int kStateVectors = 4;  // of a recurrence's matrix, side by side
   // Vectors side by side in attention: 8 to 12 chains in 16 registers.
   static constexpr int attend_vectors(int rows) { return rows == 1 ? 8 : 12 / rows; }
 

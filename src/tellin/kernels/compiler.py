@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from tellin.exceptions import UnsupportedModelError
 from tellin.kernels import _C
 from tellin.kernels.file_pages import release_pages
 from tellin.kernels.packing import Identity, identity, pack, require_finite, tensor_arguments
-from tellin.loading.tensors import TensorRef
+from tellin.loading.dequantize import dequantize
+from tellin.loading.tensors import QuantType, TensorRef
 from tellin.models.plan import ir
 
 _NONE = -1
@@ -62,6 +65,8 @@ class Compiler:
             self.buffers[buffer.id] = self.program.add_buffer(buffer.width, logit_rows)
         for layer in self.plan.kv_layers:
             self._call(None, self.program.add_kv_layer, layer.num_kv_heads, layer.head_dim)
+        for state in self.plan.state_layers:
+            self._call(None, self.program.add_state_layer, state.num_values)
         for op in self.plan.ops:
             _EMIT[type(op)](self, op)
             # Joined a chain of row operations, or its main stage is the last it made.
@@ -223,6 +228,39 @@ class Compiler:
             self._vector(op, op.sinks),
         )
 
+    def _decay(self, op: ir.GatedDelta | ir.SelectiveScan) -> int:
+        """A of each head, as the program takes it."""
+        if not op.log_decay:
+            return self._vector(op, op.decay)
+        require_finite(op.decay)
+        values = -np.exp(dequantize(op.decay).reshape(-1).astype(np.float64))
+        data = values.astype(np.float32).view(np.uint8)
+        columns = len(values)
+        vector: int = self._call(
+            op, self.program.add_vector, int(QuantType.F32), data, 1, columns, 0.0
+        )
+        return vector
+
+    def _short_conv(self, op: ir.ShortConv) -> None:
+        weight, bias = self._vector(op, op.weight), self._vector(op, op.bias)
+        x, out = self._buffer(op.x), self._buffer(op.out)
+        self._call(op, self.program.short_conv, x, weight, bias, out, op.state, op.kernel, op.act)
+
+    def _gated_delta(self, op: ir.GatedDelta) -> None:
+        buffers = [self._buffer(x) for x in (op.q, op.k, op.v, op.a, op.b, op.out)]
+        self._call(
+            op, self.program.gated_delta, *buffers, self._decay(op), self._vector(op, op.dt_bias),
+            op.state, op.num_k_heads, op.num_v_heads, op.tiled,
+        )  # fmt: skip
+
+    def _selective_scan(self, op: ir.SelectiveScan) -> None:
+        buffers = [self._buffer(x) for x in (op.x, op.b, op.c, op.dt, op.out)]
+        vectors = self._decay(op), self._vector(op, op.skip), self._vector(op, op.dt_bias)
+        self._call(
+            op, self.program.selective_scan, *buffers, *vectors, op.state, op.num_heads,
+            op.num_groups, op.dt_min, op.dt_max,
+        )  # fmt: skip
+
     def _act_mul(self, op: ir.ActMul) -> None:
         gate, up, out = self._buffer(op.gate), self._buffer(op.up), self._buffer(op.out)
         self._call(op, self.program.act_mul, gate, up, out, op.act)
@@ -269,6 +307,9 @@ _EMIT: dict[type[ir.Op], Callable[[Compiler, Any], None]] = {
     ir.Lora: Compiler._lora,
     ir.Rope: Compiler._rope,
     ir.Attention: Compiler._attention,
+    ir.ShortConv: Compiler._short_conv,
+    ir.GatedDelta: Compiler._gated_delta,
+    ir.SelectiveScan: Compiler._selective_scan,
     ir.ActMul: Compiler._act_mul,
     ir.Activation: Compiler._activation,
     ir.Add: Compiler._add,

@@ -20,7 +20,6 @@ from tellin.exceptions import (
     EngineError,
     InvalidParameterError,
     OutOfMemoryError,
-    UnsupportedModelError,
 )
 from tellin.kernels import _C
 from tellin.kernels.adapters import smallest_tensor
@@ -90,8 +89,6 @@ class NativeBackend:
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
     ) -> None:
-        if plan.state_layers:
-            raise UnsupportedModelError("there are no native kernels for recurrent layers yet")
         precision = resolve_activation_precision(activation_precision)
         _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_DTYPES))
         if isa:
@@ -168,16 +165,33 @@ class NativeBackend:
 
     def state_bytes_per_slot(self) -> int:
         """Bytes of one request's recurrent state, all layers together; 0 if the plan has none."""
-        return 0
+        return self._live().state_bytes_per_slot
 
     def init_state_cache(self, num_slots: int) -> None:
-        """Reserve ``num_slots`` slots; what was in earlier ones is lost."""
+        """Reserve ``num_slots`` slots; what was in earlier ones is lost.
+
+        Memory is committed as slots are used.
+
+        Raises:
+            OutOfMemoryError: the system refuses the address space.
+        """
+        try:
+            self._live().init_state_cache(num_slots)
+        except MemoryError as error:
+            size = num_slots * self.state_bytes_per_slot()
+            raise OutOfMemoryError(
+                f"no memory for {num_slots} recurrent states ({size} bytes); use fewer"
+            ) from error
 
     def free_state_cache(self) -> None:
         """Give the states' memory back to the system."""
+        self._live().free_state_cache()
 
     def copy_states(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy slots, each ``(source, target)``, in the order given."""
+        program = self._live()
+        for source, target in pairs:
+            program.copy_state(source, target)
 
     # ---- adapters ----------------------------------------------------------------------------
 
@@ -238,6 +252,8 @@ class NativeBackend:
             batch.embeds,
             batch.embed_rows,
             batch.token_types,
+            batch.state_slots,
+            batch.state_saves,
         )
 
     def hidden(self) -> npt.NDArray[np.float32]:
