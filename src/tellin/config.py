@@ -101,7 +101,8 @@ class CacheConfig:
     memory_utilization: float | None = None
     """Fraction of the memory this process may use; None = half of what is free."""
     kv_cache_memory_bytes: int | None = None
-    """Exact size of the pool in bytes; wins over ``memory_utilization``."""
+    """Exact size of the pool in bytes, with a recurrent model's states; wins over
+    ``memory_utilization``."""
     kv_cache_dtype: str = "auto"
     """auto (float16), float32, float16, int16 or int8."""
     enable_prefix_caching: bool = True
@@ -426,13 +427,15 @@ ENGINE_ARGS_WITHOUT_EFFECT = frozenset(
         "disable_log_requests",
         "enable_sleep_mode",
         "enforce_eager",
+        "mamba_block_size",
+        "mamba_cache_mode",
         "max_seq_len_to_capture",
         "trust_remote_code",
     }
 )
 """Names from vLLM that need nothing here, whatever the value: there are no captured graphs, no
 ranks that reduce and no device to run ahead of, an engine can always sleep, a model's code is never
-run, and requests are not logged."""
+run, requests are not logged, and snapshots of recurrent states lie where prefixes end and fork."""
 
 UNSUPPORTED_ENGINE_ARGS = {
     "attention_config": "there is one kernel, chosen for the processor; TELLIN_ISA forces another",
@@ -442,6 +445,8 @@ UNSUPPORTED_ENGINE_ARGS = {
     "fully_sharded_loras": "one process uses all cores",
     "hf_token": "the environment variable HF_TOKEN is read when a model is pulled",
     "kv_events_config": "say where to publish with kv_events_endpoint",
+    "mamba_cache_dtype": "recurrent states are float32",
+    "mamba_ssm_cache_dtype": "recurrent states are float32",
     "model_impl": "there is one implementation of each architecture",
     "profiler_config": "start_profile() and stop_profile() need none",
     "rope_scaling": "edit config.json instead",
@@ -484,6 +489,8 @@ _NEUTRAL_ENGINE_ARGS: Mapping[str, tuple[Any, ...]] = {
     "fully_sharded_loras": (False,),
     "hf_overrides": ({},),
     "load_format": ("auto",),
+    "mamba_cache_dtype": ("auto", "float32"),
+    "mamba_ssm_cache_dtype": ("auto", "float32"),
     "model_impl": ("auto",),
     "reasoning_parser": ("",),
     "swap_space": (0,),
