@@ -49,6 +49,8 @@ _INTERLEAVED = (
 )
 """Families whose rotated pairs are neighbours: by nature (GLM-4), or because their converter
 permutes the rows of q and k."""
+_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
+"""Of models that see pictures, which are not read here: the architecture of their text model."""
 _EXPERT_VARIANTS = {
     "expert_gating_func": (0.0, 1.0, 2.0),  # not told, softmax, sigmoid
     "expert_group_count": (0.0, 1.0),
@@ -76,6 +78,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
     hparams = with_recurrent_metadata(metadata, hparams)
     hparams = linear_attention_from_gguf(metadata, hparams)
+    hparams = replace(hparams, architecture=_TEXT_MODELS.get(architecture, hparams.architecture))
     return check_hparams(metadata.path, hparams)
 
 

@@ -73,8 +73,14 @@ _ARCHITECTURES = {
 }
 """``model_type`` to architecture."""
 
-_TEXT_PARTS = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-"""``model_type`` of models whose images are not read, and that of their text model."""
+_TEXT_PARTS: dict[str, tuple[str, float]] = {
+    "qwen2_vl": ("qwen2", 1e6),
+    "qwen2_5_vl": ("qwen2", 1e6),
+    "qwen3_vl": ("qwen3", 5e5),
+    "qwen3_5": ("qwen3_5_text", 1e4),
+    "qwen3_5_moe": ("qwen3_5_moe_text", 1e4),
+}
+"""Models whose images are not read: ``model_type`` of their text model, its ``rope_theta``."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -263,22 +269,19 @@ def _text_config(config: TypedMapping) -> TypedMapping:
 
 
 def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
-    """The text model of a composite one whose images are not read."""
-    text = config.get_mapping("text_config")
-    kind = _TEXT_PARTS[model_type]
-    if text.get_str("model_type", kind) not in (kind, model_type):
+    """The text model of a composite one whose images are not read; old files do not nest it."""
+    text = config.get_mapping("text_config") if config.has("text_config") else config
+    kind, theta = _TEXT_PARTS[model_type]
+    own = text.get_str("model_type", kind)
+    if own not in (kind, model_type, f"{model_type}_text"):
         raise UnsupportedModelError(
-            f"{config.path}: {model_type!r} with a text model {text.get_str('model_type')!r} is "
-            f"not supported; supported is {kind!r}"
+            f"{config.path}: {model_type!r} with a text model {own!r} is not supported"
         )
-    tied = text.get_bool("tie_word_embeddings", False)
+    given = {key: value for key, value in text.items() if value is not None}
+    tied = config.get_bool("tie_word_embeddings", text.get_bool("tie_word_embeddings", False))
     return TypedMapping(
         config.path,
-        {
-            **text,
-            "model_type": kind,
-            "tie_word_embeddings": config.get_bool("tie_word_embeddings", tied),
-        },
+        {"rope_theta": theta, **given, "model_type": kind, "tie_word_embeddings": tied},
     )
 
 
@@ -482,7 +485,10 @@ class _Reader:
         else:
             return RopeScaling()
         kind = values.get_str("rope_type", values.get_str("type", "default"))
-        kind = {"default": "none", "su": "longrope", "dynamic": "none"}.get(kind, kind)
+        kind = {"default": "none", "mrope": "none", "su": "longrope", "dynamic": "none"}.get(
+            kind, kind
+        )
+        # "mrope" has three positions for a patch of a picture, which are one and the same for text;
         # "dynamic" stretches only beyond max_position_embeddings, which is never exceeded here.
         if kind == "none":
             return RopeScaling()

@@ -36,11 +36,13 @@ SUPPORTED_ARCHITECTURES = (
     "phi3",
     "qwen2",
     "qwen2moe",
+    "qwen2vl",
     "qwen3",
     "qwen35",
     "qwen35moe",
     "qwen3moe",
     "qwen3next",
+    "qwen3vl",
     "smollm3",
 )
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""

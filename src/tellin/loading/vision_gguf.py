@@ -59,7 +59,7 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
     if metadata.get_str("general.architecture") != "clip" or kind != "idefics3":
         raise UnsupportedModelError(
             f"{path}: an image encoder with projector {kind!r} is not supported in GGUF; "
-            "supported is idefics3 (SmolVLM)"
+            "supported is idefics3 (SmolVLM); limit_mm_per_prompt={'image': 0} runs the text model"
         )
     if metadata.get_bool("clip.use_silu", False):
         raise UnsupportedModelError(f"{path}: an image encoder with silu is not supported")
