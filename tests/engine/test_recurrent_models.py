@@ -18,6 +18,7 @@ from tellin.config import EngineArgs
 from tellin.engine.llm_engine import LLMEngine
 from tellin.exceptions import UnsupportedFeatureError
 from tellin.sampling_params import RequestOutputKind, SamplingParams
+from tests.models.gated_delta import write_checkpoint
 from tests.models.tiny_hybrids import write_tiny_hybrid
 
 BACKEND = "reference"
@@ -25,6 +26,9 @@ MAX_MODEL_LEN = 192
 MODELS: dict[str, Callable[[Path], Path]] = {
     "lfm2": lambda folder: write_tiny_hybrid(folder, "lfm2"),
     "granitehybrid": lambda folder: write_tiny_hybrid(folder, "granitehybrid"),
+    "qwen35moe": lambda folder: write_checkpoint(
+        folder, "qwen35moe", composite=True, with_tokenizer=True
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tellin.loading.gguf_hparams import hparams_from_gguf
 from tellin.loading.hf_hparams import hparams_from_config
 from tellin.loading.hparams import SUPPORTED_ARCHITECTURES
 from tellin.loading.model_source import open_model
+from tellin.loading.names import is_dropped_hf_name
 from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 from tests.loading.gguf_writer import write_gguf
@@ -194,6 +196,17 @@ def test_unknown_architecture_is_named_at_once(tmp_path: Path) -> None:
         hf("opt")
 
 
+@pytest.mark.parametrize(("architecture", "text"), [("qwen2vl", "qwen2"), ("qwen3vl", "qwen3")])
+def test_text_models_in_gguf_files_of_models_that_see(
+    tmp_path: Path, architecture: str, text: str
+) -> None:
+    sections = {"rope.dimension_sections": np.array([1, 2, 1, 0], np.int32)}
+    tensors = gguf_tensors(text)
+    path = write_gguf(tmp_path / "m.gguf", gguf_metadata(architecture, **sections), tensors)
+    with open_model(path) as source:
+        assert source.hparams == replace(gguf(text), norm_eps=source.hparams.norm_eps)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
 def test_every_architecture_opens(tmp_path: Path, architecture: str) -> None:
     assert architecture in SUPPORTED_ARCHITECTURES
@@ -218,6 +231,24 @@ def test_hf_llama() -> None:
         norm_eps=1e-6,
         rope_theta=5000.0,
     )
+
+
+@pytest.mark.parametrize(
+    ("model_type", "text"), [("qwen2_vl", "qwen2"), ("qwen2_5_vl", "qwen2"), ("qwen3_vl", "qwen3")]
+)
+def test_text_models_of_models_that_see(model_type: str, text: str) -> None:
+    """Nested as they are now, and flat as they were; for text there is one position, not three."""
+    rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}, "rope_theta": 5000.0}
+    expected = hf(text, rope_theta=5000.0)
+    nested = {**config(f"{model_type}_text"), **rope}
+    values = {"model_type": model_type, "text_config": nested, "vision_config": {}}
+    assert hparams_from_config(TypedMapping(PATH, values)) == expected
+    assert hf(model_type, vision_config={}, **rope) == expected
+    values["text_config"] = config("llama")
+    with pytest.raises(UnsupportedModelError, match="with a text model 'llama'"):
+        hparams_from_config(TypedMapping(PATH, values))
+    assert is_dropped_hf_name("model.visual.blocks.0.attn.qkv.weight")
+    assert is_dropped_hf_name("visual.merger.mlp.0.bias")
 
 
 def test_hf_llama3_scaling_in_both_generations() -> None:

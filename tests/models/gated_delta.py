@@ -17,6 +17,7 @@ import numpy as np
 
 from tests.loading.gguf_writer import RawTensor, write_gguf
 from tests.loading.models import pack_safetensors
+from tests.models import tiny_hybrids
 
 HIDDEN, INNER, VOCAB, LAYERS = 64, 96, 64, 4
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
@@ -42,17 +43,17 @@ def has_experts(name: str, layer: int) -> bool:
     return name != "qwen35" and not (name == "qwen3next_some_dense" and layer in (0, 3))
 
 
-def config(name: str) -> dict[str, Any]:
+def config(name: str, vocab: int = VOCAB) -> dict[str, Any]:
     """A text model's ``config.json``, without what has a default."""
     values: dict[str, Any] = {
         "model_type": CASES[name],
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "hidden_size": HIDDEN,
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
         "head_dim": HEAD_DIM,
-        "max_position_embeddings": 128,
+        "max_position_embeddings": 256,
         "linear_num_key_heads": K_HEADS,
         "linear_num_value_heads": V_HEADS,
         "linear_key_head_dim": K_DIM,
@@ -80,8 +81,8 @@ def config(name: str) -> dict[str, Any]:
     return values
 
 
-def _shapes(name: str) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+def _shapes(name: str, vocab: int) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, HIDDEN)}
     for i in range(LAYERS):
         layer = f"model.layers.{i}"
         shapes |= {
@@ -90,7 +91,7 @@ def _shapes(name: str) -> dict[str, tuple[int, ...]]:
         parts = _attention(name) if is_full(i) else _linear_attention(name)
         parts |= _experts(name) if has_experts(name, i) else _mlp("mlp", INNER)
         shapes |= {f"{layer}.{part}": shape for part, shape in parts.items()}
-    return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}
+    return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (vocab, HIDDEN)}
 
 
 def _attention(name: str) -> dict[str, tuple[int, ...]]:
@@ -143,11 +144,11 @@ def _experts(name: str) -> dict[str, tuple[int, ...]]:
     return shapes | {"mlp.shared_expert_gate.weight": (1, HIDDEN)}
 
 
-def checkpoint_arrays(name: str) -> Arrays:
+def checkpoint_arrays(name: str, vocab: int = VOCAB) -> Arrays:
     """Float32 weights of a case by their names in a checkpoint of the text model."""
     random = np.random.RandomState(zlib.crc32(name.encode()))
     arrays = {}
-    for tensor, shape in _shapes(name).items():
+    for tensor, shape in _shapes(name, vocab).items():
         values = random.standard_normal(shape)
         if tensor.endswith("linear_attn.norm.weight"):
             values = 1 + 0.2 * values
@@ -161,12 +162,15 @@ def checkpoint_arrays(name: str) -> Arrays:
     return arrays
 
 
-def write_checkpoint(folder: Path, name: str, composite: bool = False) -> Path:
+def write_checkpoint(
+    folder: Path, name: str, composite: bool = False, with_tokenizer: bool = False
+) -> Path:
     """A folder with a text model or, ``composite``, with one that sees pictures.
 
     Beside its layers it holds one that predicts further tokens.
     """
-    values, arrays = config(name), checkpoint_arrays(name)
+    vocab = tiny_hybrids.VOCAB if with_tokenizer else VOCAB
+    values, arrays = config(name, vocab), checkpoint_arrays(name, vocab)
     if composite:
         kind = values["model_type"].removesuffix("_text")
         values = {"model_type": kind, "text_config": values, "vision_config": {"depth": 1}}
@@ -179,6 +183,8 @@ def write_checkpoint(folder: Path, name: str, composite: bool = False) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     (folder / "model.safetensors").write_bytes(pack_safetensors(arrays))
+    if with_tokenizer:
+        tiny_hybrids.write_byte_tokenizer(folder)
     return folder
 
 
@@ -306,7 +312,7 @@ def _metadata(architecture: str) -> dict[str, Any]:
     own: dict[str, Any] = {
         "block_count": LAYERS + 1,
         "nextn_predict_layers": 1,
-        "context_length": 128,
+        "context_length": 256,
         "embedding_length": HIDDEN,
         "attention.head_count": HEADS,
         "attention.head_count_kv": KV_HEADS,

@@ -10,7 +10,15 @@ import gguf
 import numpy as np
 import pytest
 
-from tellin.exceptions import ModelLoadError, TellinError, UnsupportedModelError
+from tellin import LLM, SamplingParams
+from tellin.exceptions import (
+    ModelLoadError,
+    TellinError,
+    UnsupportedFeatureError,
+    UnsupportedModelError,
+)
+from tellin.kernels import _C
+from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
 from tellin.models import build_plan
@@ -44,10 +52,8 @@ def test_logits_of_transformers(name: str, golden: dict[str, np.ndarray], tmp_pa
         np.testing.assert_allclose(logits, golden[name], rtol=0, atol=3e-4, err_msg=str(path))
 
 
-@pytest.mark.parametrize("name", ["qwen35", "qwen35moe"])
-def test_promise_1_of_chunks_and_batches(name: str, tmp_path: Path) -> None:
-    backend = ReferenceBackend(plan_of(write_tiny_gguf(tmp_path / "m.gguf", name)))
-    whole = logits_of(backend, IDS)
+def in_pieces(backend: Any) -> np.ndarray:
+    """Logits of the prompt in chunks and token by token, beside another request."""
     steps = Stepper(backend, slots={"a": 7, "b": 3})
     parts = [
         steps.step([("b", IDS[::-1][:5]), ("a", IDS[:2])])[1],
@@ -55,7 +61,27 @@ def test_promise_1_of_chunks_and_batches(name: str, tmp_path: Path) -> None:
         steps.step([("a", IDS[3:16])])[0],
         *(steps.step([("b", [i]), ("a", IDS[i : i + 1])])[1] for i in range(16, 20)),
     ]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    return np.concatenate(parts)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "qwen35moe", "qwen3next"])
+def test_promise_1_of_every_variant(
+    name: str, golden: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    """Chunks and batches change no bit, in floats and integers; floats are near the reference."""
+    plan = plan_of(write_tiny_gguf(tmp_path / "m.gguf", name))
+    reference = ReferenceBackend(plan)
+    np.testing.assert_array_equal(in_pieces(reference), logits_of(reference, IDS))
+    for isa in _C.linear_variants():
+        for precision in ("float32", "default"):
+            backend = NativeBackend(
+                plan, isa=isa, num_threads=2, activation_precision=precision,
+                kv_cache_dtype="float32",
+            )  # fmt: skip
+            whole = logits_of(backend, IDS)
+            np.testing.assert_array_equal(in_pieces(backend), whole, err_msg=isa)
+            if precision == "float32":
+                np.testing.assert_allclose(whole, golden[name], rtol=0, atol=3e-4)
 
 
 def test_kinds_of_layers_and_what_they_keep(tmp_path: Path) -> None:
@@ -130,6 +156,17 @@ def test_what_does_not_fit_is_refused(
     (path / "config.json").write_text(json.dumps(values))
     with pytest.raises(error, match=match):
         plan_of(path)
+
+
+def test_pictures_are_refused(tmp_path: Path) -> None:
+    """Of a composite model the text model runs; what it cannot see is said."""
+    path = write_checkpoint(tmp_path / "m", "qwen35", composite=True, with_tokenizer=True)
+    with LLM(path, max_model_len=64, num_kv_blocks=16) as llm:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        assert len(llm.generate("Hi", params)[0].outputs[0].token_ids) == 3
+        prompt = {"prompt": "<image>", "multi_modal_data": {"image": np.zeros((8, 8, 3), np.uint8)}}
+        with pytest.raises(UnsupportedFeatureError, match="no image encoder that runs here"):
+            llm.generate(prompt, params)
 
 
 @pytest.mark.slow

@@ -120,10 +120,15 @@ def write_tiny_hybrid(folder: Path, name: str) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(hybrid_arrays(name), folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(HYBRIDS[name]))
+    write_byte_tokenizer(folder)
+    return folder
+
+
+def write_byte_tokenizer(folder: Path) -> None:
+    """A tokenizer of `VOCAB` tokens: bytes, beginning and end."""
     _tokenizer().save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
-    return folder
 
 
 def hybrid_arrays(name: str) -> Arrays:

@@ -9,6 +9,7 @@ Source: the configuration classes' documented fields and defaults (transformers 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -278,6 +279,10 @@ def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
             f"{config.path}: {model_type!r} with a text model {own!r} is not supported"
         )
     given = {key: value for key, value in text.items() if value is not None}
+    # "mrope" gives a patch of a picture three positions, which are one and the same for text.
+    scaling = given.get("rope_scaling")
+    if isinstance(scaling, Mapping) and "mrope" in (scaling.get("rope_type"), scaling.get("type")):
+        del given["rope_scaling"]
     tied = config.get_bool("tie_word_embeddings", text.get_bool("tie_word_embeddings", False))
     return TypedMapping(
         config.path,
@@ -485,10 +490,7 @@ class _Reader:
         else:
             return RopeScaling()
         kind = values.get_str("rope_type", values.get_str("type", "default"))
-        kind = {"default": "none", "mrope": "none", "su": "longrope", "dynamic": "none"}.get(
-            kind, kind
-        )
-        # "mrope" has three positions for a patch of a picture, which are one and the same for text;
+        kind = {"default": "none", "su": "longrope", "dynamic": "none"}.get(kind, kind)
         # "dynamic" stretches only beyond max_position_embeddings, which is never exceeded here.
         if kind == "none":
             return RopeScaling()
