@@ -362,12 +362,13 @@ void bind_runtime(nb::module_& m) {
           "experts",
           [](BoundProgram& p, int x, int router, const ExpertPair& gate, const ExpertPair& up,
              const ExpertPair& down, int out, const std::string& act, int64_t top_k, bool normalize,
-             bool sigmoid, int selection_bias, float scale) {
+             bool sigmoid, int selection_bias, float scale, int scales) {
             p.program.experts(x, router, expert_parts(gate), expert_parts(up), expert_parts(down), out,
-                              activation_named(act), {top_k, sigmoid, normalize, selection_bias, scale});
+                              activation_named(act),
+                              {top_k, sigmoid, normalize, selection_bias, scale, scales});
           },
           "x"_a, "router"_a, "gate"_a, "up"_a, "down"_a, "out"_a, "act"_a, "top_k"_a, "normalize"_a,
-          "sigmoid"_a = false, "selection_bias"_a = -1, "scale"_a = 1.0f)
+          "sigmoid"_a = false, "selection_bias"_a = -1, "scale"_a = 1.0f, "scales"_a = -1)
       .def(
           "gate_rows", [](BoundProgram& p, int x, int gate, int out) { p.program.gate_rows(x, gate, out); },
           "x"_a, "gate"_a, "out"_a)
@@ -419,10 +420,10 @@ void bind_runtime(nb::module_& m) {
           "num_groups"_a, "dt_min"_a, "dt_max"_a)
       .def(
           "act_mul",
-          [](BoundProgram& p, int gate, int up, int out, const std::string& act) {
-            p.program.act_mul(gate, up, out, activation_named(act));
+          [](BoundProgram& p, int gate, int up, int out, const std::string& act, int64_t up_start) {
+            p.program.act_mul(gate, up, out, activation_named(act), up_start);
           },
-          "gate"_a, "up"_a, "out"_a, "act"_a)
+          "gate"_a, "up"_a, "out"_a, "act"_a, "up_start"_a = 0)
       .def(
           "activation",
           [](BoundProgram& p, int x, int out, const std::string& act) {
@@ -444,6 +445,9 @@ void bind_runtime(nb::module_& m) {
       .def(
           "scale", [](BoundProgram& p, int x, float factor) { p.program.scale(x, factor); }, "x"_a,
           "factor"_a)
+      .def(
+          "scale_by_weight", [](BoundProgram& p, int x, int weight) { p.program.scale_by_weight(x, weight); },
+          "x"_a, "weight"_a)
       .def(
           "softcap", [](BoundProgram& p, int x, float cap) { p.program.softcap(x, cap); }, "x"_a, "cap"_a)
       .def(

@@ -98,7 +98,7 @@ class AttentionStage final : public Stage {
  public:
   struct Buffers {
     const Buffer* q;
-    const Buffer* k;
+    const Buffer* k;  // with v nullptr: the cache is read only
     const Buffer* v;
     const Buffer* out;
   };

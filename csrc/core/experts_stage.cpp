@@ -175,8 +175,11 @@ void ExpertsState::choose(const Buffer& router, const ExpertsRouting& routing, i
     const bool has_shares = routing.is_plain() ? share_logits(logits, routing.normalize, chosen)
                                                : share_scores(logits, routing, chosen);
     const float scale = has_shares ? routing.scale : std::numeric_limits<float>::quiet_NaN();
-    if (scale == 1.0f) continue;
-    for (int64_t i = 0; i < shape.top_k; ++i) chosen[i].share *= scale;
+    if (scale != 1.0f) {
+      for (int64_t i = 0; i < shape.top_k; ++i) chosen[i].share *= scale;
+    }
+    if (routing.scales == nullptr) continue;
+    for (int64_t i = 0; i < shape.top_k; ++i) chosen[i].share *= routing.scales[chosen[i].expert];
   }
 }
 

@@ -29,10 +29,11 @@ struct ExpertsShape {
 
 // How logits become shares.
 struct ExpertsRouting {
-  bool sigmoid = false;         // scores are sigmoids of the logits, not their softmax
-  bool normalize = false;       // shares are divided by their sum
-  const float* bias = nullptr;  // added to scores to choose by, not to shares
-  float scale = 1.0f;           // of shares, at last
+  bool sigmoid = false;           // scores are sigmoids of the logits, not their softmax
+  bool normalize = false;         // shares are divided by their sum
+  const float* bias = nullptr;    // added to scores to choose by, not to shares
+  float scale = 1.0f;             // of shares, at last, and
+  const float* scales = nullptr;  // of each expert's
 
   // Scores in the order of the logits, so that those of experts that are not chosen need not be known.
   bool is_plain() const { return !sigmoid && bias == nullptr; }

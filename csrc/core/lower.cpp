@@ -196,13 +196,15 @@ void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool 
   state_->append(op, *op.x);
 }
 
-void Program::act_mul(int gate, int up, int out, Activation act) {
+void Program::act_mul(int gate, int up, int out, Activation act, int64_t up_start) {
   RowOp op = make(RowOp::Kind::kActMul);
   op.x = &state_->buffer(gate);
   op.y = &state_->buffer(up);
   op.out = &state_->buffer(out);
-  require_like(*op.x, *op.y);
+  require(op.x->rows == op.y->rows, "act_mul: operands must have the same kind of rows");
+  require(up_start >= 0 && up_start <= op.y->width - op.x->width, "act_mul: columns of up out of range");
   require_like(*op.x, *op.out);
+  op.start = up_start;
   op.act = act;
   state_->append(op, *op.out);
 }
@@ -276,6 +278,12 @@ void Program::scale(int x, float factor) {
   op.x = &state_->buffer(x);
   op.factor = factor;
   state_->append(op, *op.x);
+}
+
+void Program::scale_by_weight(int x, int weight) {
+  const float* factor = state_->vector(weight, 1);
+  require(factor != nullptr, "scale_by_weight needs a vector");
+  scale(x, *factor);
 }
 
 void Program::softcap(int x, float cap) {
@@ -391,19 +399,25 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
                         int sinks) {
   require(!state_->finalized, "the program is final");
   Buffer& query = state_->buffer(q);
-  Buffer& key = state_->buffer(k);
-  Buffer& value = state_->buffer(v);
+  Buffer* const key = k < 0 ? nullptr : &state_->buffer(k);
+  Buffer* const value = v < 0 ? nullptr : &state_->buffer(v);
   Buffer& target = state_->buffer(out);
+  const bool writes = key != nullptr && value != nullptr;
+  require(writes || (causal && key == value), "attention: without k and v it must be causal");
   require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
           "attention: num_heads must be a multiple of num_kv_heads");
   require(head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0,
           "attention: head_dim must be a multiple of 8, at most 512");
   require(query.width == num_heads * head_dim && target.width == query.width,
           "attention: q and out must have num_heads * head_dim columns");
-  require(key.width == num_kv_heads * head_dim && value.width == key.width,
-          "attention: k and v must have num_kv_heads * head_dim columns");
-  for (const Buffer* buffer : {&query, &key, &value, &target}) require_tokens(*buffer);
-  require(&target != &key && &target != &value && (&target != &query || causal),
+  for (const Buffer* buffer : {key, value}) {
+    if (buffer == nullptr) continue;
+    require(buffer->width == num_kv_heads * head_dim,
+            "attention: k and v must have num_kv_heads * head_dim columns");
+    require_tokens(*buffer);
+  }
+  for (const Buffer* buffer : {&query, &target}) require_tokens(*buffer);
+  require(&target != key && &target != value && (&target != &query || causal),
           "attention: the output must be a buffer of its own");
   require(window >= 0 && softcap >= 0.0f, "attention: window and softcap must not be negative");
   AttentionShape shape;
@@ -419,21 +433,25 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
     require(cache.num_kv_heads == num_kv_heads && cache.layout.head_dim == head_dim,
             "attention: the cache layer has another shape");
     state_->has_causal_attention = true;
-    RowOp store = make(RowOp::Kind::kKvStore);
-    store.x = &key;
-    store.y = &value;
-    store.pool = &pool_;
-    store.layer = layer;
-    state_->append(store, RowKind::kTokens);
+    if (writes) {
+      RowOp store = make(RowOp::Kind::kKvStore);
+      store.x = key;
+      store.y = value;
+      store.pool = &pool_;
+      store.layer = layer;
+      state_->append(store, RowKind::kTokens);
+    }
   } else {
     require(window == 0, "attention: a window needs causal attention");
     state_->has_full_attention = true;
   }
-  for (const Buffer* buffer : {&query, &key, &value}) state_->reads(*buffer);
+  for (const Buffer* buffer : {&query, key, value}) {
+    if (buffer != nullptr) state_->reads(*buffer);
+  }
   state_->wrote(target);
   auto stage =
       std::make_unique<AttentionStage>(state_->kernels, shape, state_->shape_index(shape),
-                                       AttentionStage::Buffers{&query, &key, &value, &target}, scale, softcap,
+                                       AttentionStage::Buffers{&query, key, value, &target}, scale, softcap,
                                        state_->vector(sinks, num_heads), &pool_, layer, &state_->scratch);
   state_->unread.emplace_back(&target, stage.get());
   state_->stages.push_back({std::move(stage), RowKind::kTokens});

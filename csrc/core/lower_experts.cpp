@@ -74,6 +74,7 @@ void Program::experts(int x, int router, const ExpertParts& gate, const ExpertPa
   op.routing.normalize = routing.normalize;
   op.routing.bias = state_->vector(routing.bias, count);
   op.routing.scale = routing.scale;
+  op.routing.scales = state_->vector(routing.scales, count);
   op.gate = expert_matrices(gate, input, 0);
   const int64_t inner = op.gate.of[0]->n;
   op.up = expert_matrices(up, input, inner);

@@ -136,7 +136,7 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
     case RowOp::Kind::kKvStore:
       return store_kv(op, row);
     case RowOp::Kind::kActMul:
-      return k.act_mul(op.act, op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
+      return k.act_mul(op.act, op.x->row(row), op.y->row(row) + op.start, op.x->width, op.out->row(row));
     case RowOp::Kind::kActivation:
       return k.activation(op.act, op.x->row(row), op.x->width, op.out->row(row));
     case RowOp::Kind::kGateRows:

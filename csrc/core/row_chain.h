@@ -19,7 +19,7 @@ struct RowOp {
     kAngles,      // out = cosines and sines of the row's position
     kRope,        // x rotated by the angles in y
     kKvStore,     // x, y = k, v into the cache
-    kActMul,      // out = act(x) * y
+    kActMul,      // out = act(x) * y, columns of y from `start` on
     kActivation,  // out = act(x)
     kGateRows,    // out = x * sigmoid(y), y one value
     kAdd,         // out = x + y
@@ -40,6 +40,7 @@ struct RowOp {
   int64_t group = 0;        // or head_dim
   int64_t count = 0;        // groups or heads
   int64_t weight_step = 0;  // kRmsNorm: from one group's weights to the next's; 0: they share them
+  int64_t start = 0;        // kActMul
   Activation act = Activation::kSilu;
   ActPrecision precision = ActPrecision::kInt8;
   bool interleaved = false;

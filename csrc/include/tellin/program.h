@@ -110,7 +110,8 @@ class Program {
     bool sigmoid;    // scores are sigmoids of the logits, not their softmax
     bool normalize;  // shares are divided by their sum
     int bias;        // vector id: added to scores to choose by, not to shares; -1 = none
-    float scale;     // of shares, at last
+    float scale;     // of shares, at last, and
+    int scales;      // vector id: of each expert's; -1 = none
   };
 
   struct DeltaBuffers {
@@ -148,6 +149,7 @@ class Program {
   // first output's site; the others follow.
   int lora(int x, const std::vector<int>& outs, int64_t max_rank);
   void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved);
+  // Without k and v (-1) the layer's cache is read as an earlier attention has filled it.
   // sinks: vector id of num_heads scores that take part in the softmax without a value, -1 = none.
   void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
                  int64_t head_dim, float scale, int64_t window, float softcap, bool causal, int sinks);
@@ -159,7 +161,8 @@ class Program {
                    int64_t num_v_heads, bool tiled);
   void selective_scan(const ScanBuffers& buffers, int decay, int skip, int dt_bias, int layer,
                       int64_t num_heads, int64_t num_groups, float dt_min, float dt_max);
-  void act_mul(int gate, int up, int out, Activation act);
+  // The columns of `up` from up_start on.
+  void act_mul(int gate, int up, int out, Activation act, int64_t up_start = 0);
   void activation(int x, int out, Activation act);
   void add(int x, int y, int out);
   void add_bias(int x, int bias);
@@ -167,6 +170,7 @@ class Program {
   void add_token_type(int x, const TensorView& table);
   void gather_rows(int x, int out);
   void scale(int x, float factor);
+  void scale_by_weight(int x, int weight);  // a vector of one value
   void softcap(int x, float cap);
   void finalize(int output, int hidden, int64_t vocab_size);
 

@@ -28,7 +28,7 @@ def _sensitive_weights(plan: ir.Plan) -> frozenset[Identity]:
     weight_of: dict[int, TensorRef] = {}  # by buffer: the layer that filled it last
     found: list[TensorRef | None] = []
     for op in plan.ops:
-        if isinstance(op, ir.Attention):
+        if isinstance(op, ir.Attention) and op.v is not None:
             found.append(weight_of.get(op.v.id))
         if isinstance(op, ir.MultiLinear):
             weight_of |= {out.id: weight for weight, _, out in op.parts}
@@ -92,8 +92,8 @@ class Compiler:
 
     # ---- operands ----------------------------------------------------------------------------
 
-    def _buffer(self, buffer: ir.Buffer) -> int:
-        return self.buffers[buffer.id]
+    def _buffer(self, buffer: ir.Buffer | None) -> int:
+        return _NONE if buffer is None else self.buffers[buffer.id]
 
     def _weight(self, op: ir.Op, tensor: TensorRef) -> int:
         # Tied matrices are two references to the same bytes: packed once.
@@ -185,6 +185,7 @@ class Compiler:
         self._call(
             op, self.program.experts, x, router, *matrices, out, op.act, op.top_k, op.normalize,
             op.scoring == "sigmoid", self._vector(op, op.selection_bias), op.scale,
+            self._vector(op, op.scales),
         )  # fmt: skip
         last = self.program.num_stages - 1  # choosing, gate and up, down
         self.stage_parts |= {last - 2: last, last - 1: last}
@@ -263,7 +264,7 @@ class Compiler:
 
     def _act_mul(self, op: ir.ActMul) -> None:
         gate, up, out = self._buffer(op.gate), self._buffer(op.up), self._buffer(op.out)
-        self._call(op, self.program.act_mul, gate, up, out, op.act)
+        self._call(op, self.program.act_mul, gate, up, out, op.act, op.up_start)
 
     def _activation(self, op: ir.Activation) -> None:
         self._call(op, self.program.activation, self._buffer(op.x), self._buffer(op.out), op.act)
@@ -289,6 +290,10 @@ class Compiler:
 
     def _scale(self, op: ir.Scale) -> None:
         self._call(op, self.program.scale, self._buffer(op.x), op.factor)
+
+    def _scale_by_weight(self, op: ir.ScaleByWeight) -> None:
+        weight = self._vector(op, op.weight)
+        self._call(op, self.program.scale_by_weight, self._buffer(op.x), weight)
 
     def _softcap(self, op: ir.Softcap) -> None:
         self._call(op, self.program.softcap, self._buffer(op.x), op.cap)
@@ -318,5 +323,6 @@ _EMIT: dict[type[ir.Op], Callable[[Compiler, Any], None]] = {
     ir.AddTokenTypeEmbedding: Compiler._add_token_type,
     ir.GatherRows: Compiler._gather_rows,
     ir.Scale: Compiler._scale,
+    ir.ScaleByWeight: Compiler._scale_by_weight,
     ir.Softcap: Compiler._softcap,
 }

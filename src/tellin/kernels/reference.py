@@ -243,6 +243,8 @@ class ReferenceBackend:
         for row in range(len(x)):
             bias = None if op.selection_bias is None else self._weights[op.selection_bias]
             chosen, shares = _route(logits[row], op, bias)
+            if op.scales is not None:
+                shares = shares * self._weights[op.scales][chosen]
             for expert, share in zip(chosen.tolist(), shares, strict=True):
                 gate = self._weights[op.gate[expert]] @ x[row]
                 up = self._weights[op.up[expert]] @ x[row]
@@ -295,17 +297,19 @@ class ReferenceBackend:
         batch = self._step()
         num_tokens = len(batch.token_ids)
         q = self._get(op.q).reshape(num_tokens, op.num_kv_heads, -1, op.head_dim)
-        k = self._get(op.k).reshape(num_tokens, op.num_kv_heads, op.head_dim)
-        v = self._get(op.v).reshape(num_tokens, op.num_kv_heads, op.head_dim)
+        k, v = (
+            None if x is None else self._get(x).reshape(num_tokens, op.num_kv_heads, op.head_dim)
+            for x in (op.k, op.v)
+        )
         out = np.empty(q.shape, dtype=np.float32)
         sinks = None
         if op.sinks is not None:
             sinks = self._weights[op.sinks].reshape(op.num_kv_heads, -1)
-        if op.causal:
+        if op.causal and k is not None and v is not None:
             self._write_cache(op.layer, k, v)
         starts = batch.query_start_loc.tolist()
         for r, (start, stop) in enumerate(itertools.pairwise(starts)):
-            if op.causal:
+            if k is None or v is None or op.causal:
                 keys, values = self._read_cache(op.layer, r)
             else:
                 keys, values = _by_head(k[start:stop]), _by_head(v[start:stop])
@@ -382,7 +386,8 @@ class ReferenceBackend:
         self._set(op.out, out)
 
     def _act_mul(self, op: ir.ActMul) -> None:
-        self._set(op.out, _gated(op.act, self._get(op.gate), self._get(op.up)))
+        up = self._get(op.up)[:, op.up_start : op.up_start + op.gate.width]
+        self._set(op.out, _gated(op.act, self._get(op.gate), up))
 
     def _activation(self, op: ir.Activation) -> None:
         self._set(op.out, _ACTIVATIONS[op.act](self._get(op.x)))
@@ -406,6 +411,9 @@ class ReferenceBackend:
 
     def _scale(self, op: ir.Scale) -> None:
         self._set(op.x, self._get(op.x) * np.float32(op.factor))
+
+    def _scale_by_weight(self, op: ir.ScaleByWeight) -> None:
+        self._set(op.x, self._get(op.x) * self._weights[op.weight])
 
     def _softcap(self, op: ir.Softcap) -> None:
         self._set(op.x, _softcap(self._get(op.x), op.cap))
@@ -542,5 +550,6 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.AddTokenTypeEmbedding: ReferenceBackend._add_token_type_embedding,
     ir.GatherRows: ReferenceBackend._gather_rows,
     ir.Scale: ReferenceBackend._scale,
+    ir.ScaleByWeight: ReferenceBackend._scale_by_weight,
     ir.Softcap: ReferenceBackend._softcap,
 }

@@ -18,6 +18,7 @@ import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.gated_delta import linear_attention_from_gguf
+from tellin.loading.gemma4 import gemma4_from_gguf
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
@@ -74,6 +75,8 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     architecture = metadata.get_str("general.architecture")
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise unsupported_architecture(metadata.path, architecture)
+    if architecture == "gemma4":
+        return check_hparams(metadata.path, gemma4_from_gguf(metadata, tensors))
     reader = _Reader(metadata, architecture, tensors)
     hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
     hparams = with_recurrent_metadata(metadata, hparams)

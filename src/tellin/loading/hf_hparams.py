@@ -19,6 +19,7 @@ from tellin.loading.gated_delta import (
     GATED_DELTA_DEFAULTS,
     linear_attention_from_config,
 )
+from tellin.loading.gemma4 import gemma4_from_config
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
@@ -48,6 +49,8 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
@@ -235,8 +238,10 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     architecture = _ARCHITECTURES.get(model_type)
     if architecture is None:
         raise unsupported_architecture(config.path, model_type)
-    if model_type == "gemma3" and config.has("text_config"):
+    if model_type in ("gemma3", "gemma4") and config.has("text_config"):
         config = config.get_mapping("text_config")
+    if architecture == "gemma4":
+        return check_hparams(config.path, gemma4_from_config(config))
     merged = {
         **(_DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS).get(architecture, {}),
         **{k: v for k, v in config.items() if v is not None},

@@ -19,6 +19,7 @@ SUPPORTED_ARCHITECTURES = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma4",
     "glm4",
     "glm4moe",
     "gpt-oss",
@@ -47,9 +48,9 @@ SUPPORTED_ARCHITECTURES = (
 )
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
 
-GEMMA_FAMILY = ("gemma", "gemma2", "gemma3")
+GEMMA_FAMILY = ("gemma", "gemma2", "gemma3", "gemma4")
 GRANITE_FAMILY = ("granite", "granitehybrid", "granitemoe")
-NORMS_AFTER_BLOCKS = ("gemma2", "gemma3", "glm4", "olmo2", "olmo3")
+NORMS_AFTER_BLOCKS = ("gemma2", "gemma3", "gemma4", "glm4", "olmo2", "olmo3")
 WITH_EXPERTS = (
     "ernie4_5-moe",
     "glm4moe",
@@ -154,6 +155,16 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
             f"{path}: {hparams.num_attention_heads} attention heads cannot share "
             f"{hparams.num_key_value_heads} key/value heads evenly"
         )
+    for layer in hparams.attention_layers:
+        _check_range(path, "head_dim", layer.head_dim, 2, _MAX_SIZE)
+        heads = layer.num_key_value_heads
+        _check_range(path, "num_key_value_heads", heads, 1, hparams.num_attention_heads)
+        if hparams.num_attention_heads % heads or layer.head_dim % 2:
+            raise ModelLoadError(
+                f"{path}: a layer has {hparams.num_attention_heads} attention heads of "
+                f"{layer.head_dim} dimensions for {heads} key/value heads"
+            )
+    _check_range(path, "per_layer_input_size", hparams.per_layer_input_size, 0, _MAX_SIZE)
     if hparams.num_experts:
         _check_range(path, "num_experts", hparams.num_experts, 1, MAX_EXPERTS)
         limit = min(hparams.num_experts, MAX_EXPERTS_PER_TOKEN)

@@ -54,6 +54,9 @@ _GGUF_GLOBAL = {
     "token_types": "embed_token_types",
     "token_embd_norm": "embed_layernorm",
     "cls": "classifier.dense",
+    "per_layer_token_embd": "embed_tokens_per_layer",
+    "per_layer_model_proj": "per_layer_model_projection",
+    "per_layer_proj_norm": "per_layer_projection_norm",
 }
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -92,11 +95,26 @@ _GGUF_LAYER_GPT_OSS = {
     "attn_sinks": "self_attn.sinks",
     "post_attention_norm": "post_attention_layernorm",
 }
+_GGUF_LAYER_GEMMA4 = {
+    "inp_gate": "per_layer_input_gate",
+    "proj": "per_layer_projection",
+    "post_norm": "post_per_layer_input_norm",
+    "layer_output_scale": "layer_scalar",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
+}
+_GGUF_LAYER_SCALES = {
+    "ffn_gate_inp": "mlp.router_norm.weight",
+    "ffn_down_exps": "mlp.expert_scales.weight",
+}
+"""Of Gemma 4's mixtures: weight of the norm before the router, factors of the experts' shares."""
 _GGUF_DROPPED = re.compile(r"(.*\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight\Z")
 """Rotary factors: they are in the hyperparameters."""
 _GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+(?:\.[^.]+)?)\.(weight|bias)\Z")
 _GGUF_EXPERT_NAME = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight\Z")
 """One tensor per expert: the first files of Mixtral."""
+_GGUF_SCALE_NAME = re.compile(r"blk\.(\d+)\.([^.]+)\.scale\Z")
 _GGUF_GLOBAL_NAME = re.compile(r"([^.]+)\.(weight|bias)\Z")
 
 _HF_GLM4 = {
@@ -104,6 +122,14 @@ _HF_GLM4 = {
     "post_attention_layernorm": "pre_feedforward_layernorm",
     "post_mlp_layernorm": "post_feedforward_layernorm",
 }
+_HF_GEMMA4 = (
+    (re.compile(r"(layers\.\d+)\.experts\."), r"\1.mlp.experts."),
+    (re.compile(r"\.experts\.(gate_up|down)_proj\Z"), r".experts.\1_proj.weight"),
+    (re.compile(r"\.router\.proj\."), ".mlp.gate."),
+    (re.compile(r"\.router\.scale\Z"), ".mlp.router_norm.weight"),
+    (re.compile(r"\.router\.per_expert_scale\Z"), ".mlp.expert_scales.weight"),
+    (re.compile(r"\.layer_scalar\Z"), ".layer_scalar.weight"),
+)
 _HF_PREFIX = re.compile(
     r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.|roberta\.)"
 )
@@ -117,6 +143,8 @@ _HF_VISION = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model|connector)\."
 )
 """The image half of a model: `tellin.loading.vision` reads it."""
+_HF_OTHER = re.compile(r"(model\.)?(audio_tower|embed_vision|embed_audio)\.")
+"""Halves of Gemma 4 that nothing here reads."""
 _HF_BERT = (
     (re.compile(r"embeddings\.word_embeddings\."), "embed_tokens."),
     (re.compile(r"embeddings\.position_embeddings\."), "embed_positions."),
@@ -195,6 +223,8 @@ def canonical_from_gguf(
         layer_names |= _GGUF_LAYER_GPT_OSS
     elif architecture == "glm4moe":
         layer_names["post_attention_norm"] = "post_attention_layernorm"
+    if architecture == "gemma4":
+        layer_names |= _GGUF_LAYER_GEMMA4
     if architecture in ("glm4", "phi3"):
         # These converters store gate and up in one matrix under the name of the latter.
         layer_names["ffn_up"] = "mlp.gate_up_proj"
@@ -208,6 +238,9 @@ def canonical_from_gguf(
         match = _GGUF_LAYER_NAME.match(name)
         if match and match[2] in layer_names:
             return f"layers.{match[1]}.{layer_names[match[2]]}.{match[3]}"
+        match = _GGUF_SCALE_NAME.match(name) if architecture == "gemma4" else None
+        if match and match[2] in _GGUF_LAYER_SCALES:
+            return f"layers.{match[1]}.{_GGUF_LAYER_SCALES[match[2]]}"
         match = _GGUF_EXPERT_NAME.match(name)
         if match:
             return f"layers.{match[1]}.mlp.experts.{match[3]}.{match[2]}_proj.weight"
@@ -250,6 +283,9 @@ def canonical_hf_name(architecture: str, name: str) -> str:
         layer, _, rest = name.rpartition(".post_")
         norm, _, kind = f"post_{rest}".partition(".")
         name = f"{layer}.{_HF_GLM4[norm]}.{kind}" if norm in _HF_GLM4 else name
+    elif architecture == "gemma4":
+        for pattern, replacement in _HF_GEMMA4:
+            name = pattern.sub(replacement, name)
     elif architecture in WITH_EXPERTS and any(part in name for part in _HF_EXPERT_PARTS):
         for pattern, replacement in _HF_EXPERTS:
             name = pattern.sub(replacement, name)
@@ -264,7 +300,8 @@ def _canonical_head(name: str) -> str:
 
 def is_dropped_hf_name(name: str) -> bool:
     """Whether a checkpoint's tensor is of no use to its text model, whatever its type."""
-    return _HF_CONSTANT.match(name) is not None or _HF_VISION.match(name) is not None
+    patterns = (_HF_CONSTANT, _HF_VISION, _HF_OTHER)
+    return any(pattern.match(name) is not None for pattern in patterns)
 
 
 def is_mmproj_name(file_name: str) -> bool:

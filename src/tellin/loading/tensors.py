@@ -188,6 +188,19 @@ class LinearAttentionHParams:
 
 
 @dataclass(frozen=True)
+class AttentionLayer:
+    """Attention of one layer, in models whose layers differ in more than a window (Gemma 4)."""
+
+    head_dim: int
+    num_key_value_heads: int
+    is_sliding: bool
+    kv_layer: int
+    """The layer whose keys and values it reads: itself, or an earlier one, and it has none."""
+    has_values: bool = True
+    """False: what becomes its keys becomes its values, too."""
+
+
+@dataclass(frozen=True)
 class ModelHParams:
     """A model's dimensions, whatever file format they came from (names: Hugging Face configs)."""
 
@@ -249,3 +262,7 @@ class ModelHParams:
     """Inputs that a short convolution sees (LFM2)."""
     mamba: MambaHParams | None = None
     linear_attention: LinearAttentionHParams | None = None
+    attention_layers: tuple[AttentionLayer, ...] = ()
+    """One per layer, if they differ; empty: all are as the fields above say."""
+    per_layer_input_size: int = 0
+    """Width of what every layer gets of a token besides the residual stream (Gemma 4); 0: none."""

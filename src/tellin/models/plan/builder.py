@@ -13,7 +13,7 @@ from tellin.loading.hparams import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Rows
-from tellin.models.plan.recorder import GATED_ACTIVATIONS
+from tellin.models.plan.recorder import GATED_ACTIVATIONS, ones
 from tellin.models.plan.recurrent_builder import RecurrentBuilder
 
 
@@ -31,9 +31,9 @@ class PlanBuilder(RecurrentBuilder):
 
     # ---- from token ids ----------------------------------------------------------------------
 
-    def embed(self, name: str, scale: float = 1.0) -> Buffer:
-        """Token embedding, ``[num_tokens, hidden_size]``."""
-        weight = self._matrix(f"{name}.weight", self.hparams.hidden_size)
+    def embed(self, name: str, scale: float = 1.0, width: int | None = None) -> Buffer:
+        """Token embedding, ``[num_tokens, width]``; None = hidden_size."""
+        weight = self._matrix(f"{name}.weight", width or self.hparams.hidden_size)
         if weight.shape[0] != self.hparams.vocab_size:
             raise self._error(
                 f"tensor {weight.name!r} has {weight.shape[0]} rows; "
@@ -81,19 +81,22 @@ class PlanBuilder(RecurrentBuilder):
         group: int | None = None,
         shared: bool = True,
         weight_offset: float | None = None,
+        has_weight: bool = True,
     ) -> Buffer:
         """RMSNorm of each row, or of each group of ``group`` values (per-head norm).
 
         Groups have one weight unless not ``shared``: then each has its part of a wide one.
         ``weight_offset``: added to the weight; None = what the model adds to all its norms'.
+        ``has_weight=False``: the model has no weight for it.
         """
         if group is not None and x.width % group:
             raise self._error(f"{x.name} has width {x.width}, not a multiple of group {group}")
-        size = group if group is not None and shared else x.width
-        weight = self._vector(f"{name}.weight", size)
-        out = self._buffer(x.width, x.rows, name)
         hp = self.hparams
+        size = group if group is not None and shared else x.width
         offset = hp.norm_weight_offset if weight_offset is None else weight_offset
+        weight = self._vector(f"{name}.weight", size) if has_weight else ones(name, size)
+        offset = offset if has_weight else 0.0
+        out = self._buffer(x.width, x.rows, name)
         self._ops.append(ir.RmsNorm(x, weight, out, hp.norm_eps, weight_offset=offset, group=group))
         return out
 
@@ -130,15 +133,17 @@ class PlanBuilder(RecurrentBuilder):
         selection_bias: str | None = None,
         scale: float = 1.0,
         needs_biases: bool = False,
+        scales: str | None = None,
     ) -> Buffer:
         """Mixture of experts: the ``top_k`` experts of ``router``'s logits, by their softmax.
 
         ``router`` ``[rows, num_experts]``; expert e is the gated MLP ``{name}.experts.{e}``.
         ``normalize``: the chosen experts' shares add up to 1. Their matrices have biases if the
         first one's has, or ``needs_biases``. ``scoring`` and ``scale`` are those of `ir.Experts`;
-        ``selection_bias`` is the name of a vector.
+        ``selection_bias`` and ``scales`` are names of vectors.
         """
         count = router.width
+        factors = None if scales is None else self._vector(scales, count)
         bias = None if selection_bias is None else self._vector(selection_bias, count)
         if x.rows is not router.rows:
             raise self._error(f"{x.name} and {router.name} must have the same rows")
@@ -163,7 +168,7 @@ class PlanBuilder(RecurrentBuilder):
         self._ops.append(
             ir.Experts(
                 x, router, gate, up, down, out, self._activation(GATED_ACTIVATIONS), top_k,
-                normalize, gate_bias, up_bias, down_bias, scoring, bias, scale,
+                normalize, gate_bias, up_bias, down_bias, scoring, bias, scale, factors,
             )
         )  # fmt: skip
         return out
@@ -194,64 +199,71 @@ class PlanBuilder(RecurrentBuilder):
 
     # ---- attention ---------------------------------------------------------------------------
 
-    def rope(self, x: Buffer, table: ir.RotaryTable) -> Buffer:
-        """Rotate every head of ``x`` in place."""
+    def rope(self, x: Buffer, table: ir.RotaryTable, head_dim: int | None = None) -> Buffer:
+        """Rotate every head of ``x`` in place; ``head_dim`` None = the model's."""
         self._needs_token_rows(x, "rope")
-        hp = self.hparams
-        if x.width % hp.head_dim or 2 * len(table.inv_freq) > hp.head_dim:
+        head_dim = head_dim or self.hparams.head_dim
+        if x.width % head_dim or 2 * len(table.inv_freq) > head_dim:
             raise self._error(
-                f"cannot rotate {2 * len(table.inv_freq)} dimensions of heads of {hp.head_dim} "
+                f"cannot rotate {2 * len(table.inv_freq)} dimensions of heads of {head_dim} "
                 f"in {x.name} of width {x.width}"
             )
-        num_heads = x.width // hp.head_dim
-        self._ops.append(ir.Rope(x, table, num_heads, hp.head_dim, hp.rope_interleaved))
+        num_heads, interleaved = x.width // head_dim, self.hparams.rope_interleaved
+        self._ops.append(ir.Rope(x, table, num_heads, head_dim, interleaved))
         return x
 
     def attention(
         self,
         q: Buffer,
-        k: Buffer,
-        v: Buffer,
+        k: Buffer | None,
+        v: Buffer | None,
         *,
         name: str,
         sliding_window: int | None = None,
         causal: bool = True,
         has_sinks: bool = False,
+        head_dim: int | None = None,
+        num_kv_heads: int | None = None,
+        kv_layer: int | None = None,
     ) -> Buffer:
         """Attention over the request's KV cache; a causal one adds a layer to the cache.
 
-        ``has_sinks``: the model has a score ``{name}.sinks.weight`` per head.
+        ``has_sinks``: the model has a score ``{name}.sinks.weight`` per head. ``head_dim`` and
+        ``num_kv_heads``: None = the model's. ``kv_layer``: read this layer of the cache, filled
+        before, and add none; then there are no k and v.
         """
         hp = self.hparams
+        head_dim = head_dim or hp.head_dim
+        heads, kv_heads = hp.num_attention_heads, num_kv_heads or hp.num_key_value_heads
         for x, count, what in (
-            (q, hp.num_attention_heads, "num_attention_heads"),
-            (k, hp.num_key_value_heads, "num_key_value_heads"),
-            (v, hp.num_key_value_heads, "num_key_value_heads"),
+            (q, heads, "num_attention_heads"),
+            (k, kv_heads, "num_key_value_heads"),
+            (v, kv_heads, "num_key_value_heads"),
         ):
+            if x is None:
+                continue
             self._needs_token_rows(x, "attention")
-            if x.width != count * hp.head_dim:
+            if x.width != count * head_dim:
                 raise self._error(
                     f"{x.name} has {x.width} outputs; {what} * head_dim is "
-                    f"{count} * {hp.head_dim} = {count * hp.head_dim}"
+                    f"{count} * {head_dim} = {count * head_dim}"
                 )
-        if hp.num_attention_heads % hp.num_key_value_heads:
+        if heads % kv_heads:
             raise self._error(
-                f"num_attention_heads {hp.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads {hp.num_key_value_heads}"
+                f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
             )
         layer = -1
-        if causal:
+        if kv_layer is not None:
+            layer = kv_layer
+        elif causal:
             layer = len(self._kv_layers)
-            self._kv_layers.append(
-                ir.KVCacheLayer(hp.num_key_value_heads, hp.head_dim, sliding_window)
-            )
+            self._kv_layers.append(ir.KVCacheLayer(kv_heads, head_dim, sliding_window))
         out = self._buffer(q.width, Rows.TOKENS, name)
-        scale = hp.head_dim**-0.5 if hp.attention_scale is None else hp.attention_scale
-        heads = hp.num_attention_heads
+        scale = head_dim**-0.5 if hp.attention_scale is None else hp.attention_scale
         sinks = self._vector(f"{name}.sinks.weight", heads) if has_sinks else None
         self._ops.append(
             ir.Attention(
-                q, k, v, out, layer, heads, hp.num_key_value_heads, hp.head_dim,
+                q, k, v, out, layer, heads, kv_heads, head_dim,
                 scale, sliding_window, hp.attn_logit_softcapping, causal, sinks,
             )
         )  # fmt: skip
@@ -259,11 +271,22 @@ class PlanBuilder(RecurrentBuilder):
 
     # ---- elementwise -------------------------------------------------------------------------
 
-    def act_mul(self, gate: Buffer, up: Buffer, act: str | None = None) -> Buffer:
-        """``act(gate) * up``; None = ``hidden_act``."""
-        self._same_shape(gate, up)
+    def act_mul(
+        self, gate: Buffer, up: Buffer, act: str | None = None, up_start: int | None = None
+    ) -> Buffer:
+        """``act(gate) * up``; None = ``hidden_act``.
+
+        With ``up_start`` by as many columns of a wider ``up`` from there on.
+        """
+        if up_start is None:
+            self._same_shape(gate, up)
+        elif up.rows is not gate.rows or not 0 <= up_start <= up.width - gate.width:
+            raise self._error(
+                f"{up.name} of width {up.width} has no {gate.width} columns from {up_start} on"
+            )
         out = self._buffer(gate.width, gate.rows, f"{gate.name}.act_mul")
-        self._ops.append(ir.ActMul(gate, up, out, self._activation(GATED_ACTIVATIONS, act)))
+        known = self._activation(GATED_ACTIVATIONS, act)
+        self._ops.append(ir.ActMul(gate, up, out, known, up_start or 0))
         return out
 
     def mul(self, x: Buffer, y: Buffer) -> Buffer:
@@ -301,6 +324,11 @@ class PlanBuilder(RecurrentBuilder):
     def scale(self, x: Buffer, factor: float) -> Buffer:
         """Multiply by a constant, in place."""
         self._ops.append(ir.Scale(x, factor))
+        return x
+
+    def scale_by_weight(self, x: Buffer, name: str) -> Buffer:
+        """Multiply by the model's one value ``{name}.weight``, in place."""
+        self._ops.append(ir.ScaleByWeight(x, self._vector(f"{name}.weight", 1)))
         return x
 
     def softcap(self, x: Buffer, cap: float) -> Buffer:

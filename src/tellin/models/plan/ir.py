@@ -105,7 +105,8 @@ class Op:
 class Embed(Op):
     """``out[t] = weight[token_ids[t]] * scale``; weight ``(vocab_size, width)``.
 
-    A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale.
+    A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; a
+    plan with tables of different widths takes no such rows.
     """
 
     weight: TensorRef
@@ -204,7 +205,8 @@ class Experts(Op):
     ``router`` ``[num_rows, num_experts]`` holds a logit for each expert; p is their softmax, or
     with ``scoring`` sigmoid the sigmoid of each. A row chooses the ``top_k`` largest of p plus
     ``selection_bias`` ``(num_experts,)``, if given (of equal ones the lowest id); ``normalize``
-    divides their p by the sum of them; ``scale`` multiplies them at last. The sum over the chosen
+    divides their p by the sum of them; ``scale`` multiplies them at last, and ``scales``
+    ``(num_experts,)``, if given, each by a factor of its expert. The sum over the chosen
     ones is made in the order of their ids. ``gate[e]`` and ``up[e]`` ``(expert width, x.width)``,
     ``down[e]`` ``(out.width, expert width)``; each of the three has one storage type. A row whose
     logits are not numbers, or with softmax hold +inf, becomes NaN.
@@ -228,12 +230,13 @@ class Experts(Op):
     scoring: str = "softmax"
     selection_bias: TensorRef | None = None
     scale: float = 1.0
+    scales: TensorRef | None = None
 
     @property
     def weights(self) -> tuple[TensorRef, ...]:
         matrices = (*self.gate, *self.up, *self.down)
-        selection = () if self.selection_bias is None else (self.selection_bias,)
-        return (*matrices, *self.gate_bias, *self.up_bias, *self.down_bias, *selection)
+        vectors = tuple(v for v in (self.selection_bias, self.scales) if v is not None)
+        return (*matrices, *self.gate_bias, *self.up_bias, *self.down_bias, *vectors)
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,8 @@ class Rope(Op):
 class Attention(Op):
     """Write k and v of this step into the paged cache of ``layer``, then attend causally.
 
+    Without k and v it writes nothing: an operation before has filled the same ``layer``.
+
     ``q``, ``out`` ``[num_tokens, num_heads * head_dim]``; ``k``, ``v``
     ``[num_tokens, num_kv_heads * head_dim]``. A query at position p sees positions
     ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query head h uses
@@ -300,8 +305,8 @@ class Attention(Op):
     """
 
     q: Buffer
-    k: Buffer
-    v: Buffer
+    k: Buffer | None
+    v: Buffer | None
     out: Buffer
     layer: int
     num_heads: int
@@ -404,12 +409,14 @@ class ActMul(Op):
 
     ``swiglu_oai`` cuts both: with g = min(gate, 7) and u = up within [-7, 7],
     ``out = g * sigmoid(1.702 g) * (u + 1)``. Source: OpenAI 2025 (gpt-oss model card), section 2.
+    ``up`` may be wider: columns ``[up_start, up_start + gate.width)`` of it are meant.
     """
 
     gate: Buffer
     up: Buffer
     out: Buffer
     act: str
+    up_start: int = 0
 
 
 @dataclass(frozen=True)
@@ -468,6 +475,14 @@ class Scale(Op):
 
     x: Buffer
     factor: float
+
+
+@dataclass(frozen=True)
+class ScaleByWeight(Op):
+    """``x *= weight`` in place; weight ``(1,)``."""
+
+    x: Buffer
+    weight: TensorRef
 
 
 @dataclass(frozen=True)

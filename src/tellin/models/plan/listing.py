@@ -208,6 +208,7 @@ def _experts(op: ir.Experts) -> str:
     x, shares = _name(op.x), "normalized " if op.normalize else ""
     bias = "" if op.selection_bias is None else ", chosen with a bias,"
     times = "" if op.scale == 1 else f" * {op.scale:g}"
+    times += "" if op.scales is None else " * c"
     return (
         f"{op.top_k} of {len(op.gate)} experts by {shares}{op.scoring}({_name(op.router)})"
         f"{times}{bias}: "
@@ -230,7 +231,7 @@ def _attention(op: ir.Attention) -> str:
         mask += f", softcap {op.softcap:g}"
     if op.sinks is not None:
         mask += ", sinks"
-    operands = ", ".join(map(_name, (op.q, op.k, op.v)))
+    operands = ", ".join(_name(x) for x in (op.q, op.k, op.v) if x is not None)
     return f"attend({operands}) {op.num_heads}/{op.num_kv_heads} heads, {mask}"
 
 
@@ -249,6 +250,11 @@ def _selective_scan(op: ir.SelectiveScan) -> str:
 def _short_conv(op: ir.ShortConv) -> str:
     text = f"conv({_name(op.x)}) over {op.kernel} rows, state {op.state}"
     return text if op.act is None else f"{op.act}({text})"
+
+
+def _act_mul(op: ir.ActMul) -> str:
+    part = "" if op.up.width == op.gate.width else f"[{op.up_start}:{op.up_start + op.gate.width}]"
+    return f"{op.act}({_name(op.gate)}) * {_name(op.up)}{part}"
 
 
 def _lora(op: ir.Lora) -> str:
@@ -273,7 +279,7 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.ShortConv: _short_conv,
     ir.GatedDelta: _gated_delta,
     ir.SelectiveScan: _selective_scan,
-    ir.ActMul: lambda op: f"{op.act}({_name(op.gate)}) * {_name(op.up)}",
+    ir.ActMul: _act_mul,
     ir.Activation: lambda op: f"{op.act}({_name(op.x)})",
     ir.Add: lambda op: f"{_name(op.x)} + {_name(op.y)}",
     ir.AddBias: lambda op: f"{_name(op.x)} + c",
@@ -281,6 +287,7 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.AddTokenTypeEmbedding: lambda op: f"{_name(op.x)} + W[token_types]",
     ir.GatherRows: lambda op: f"{_name(op.x)}[logits_indices]",
     ir.Scale: lambda op: f"{_name(op.x)} * {op.factor:g}",
+    ir.ScaleByWeight: lambda op: f"{_name(op.x)} * c",
     ir.Softcap: lambda op: f"{op.cap:g} tanh({_name(op.x)} / {op.cap:g})",
 }
 """W is the (first, second ...) weight, c its bias; A and B are an adapter's matrices."""

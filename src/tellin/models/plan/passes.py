@@ -78,7 +78,7 @@ def fuse_gated_linears(plan: Plan) -> Plan:
     flow = _Flow.of(plan)
     ops: list[Op | None] = list(plan.ops)
     for i, op in enumerate(plan.ops):
-        if not isinstance(op, ir.ActMul):
+        if not isinstance(op, ir.ActMul) or op.up.width != op.gate.width:
             continue
         first, second = flow.only_writer(op.gate), flow.only_writer(op.up)
         if first is None or second is None or first == second:
@@ -139,7 +139,8 @@ def fuse_multi_linears(plan: Plan) -> Plan:
 
 _ROWWISE = (
     ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.MultiLinear, ir.GatedLinear, ir.Experts, ir.Lora,
-    ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.AddBias, ir.Scale, ir.Softcap,
+    ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.AddBias, ir.Scale, ir.ScaleByWeight,
+    ir.Softcap,
 )  # fmt: skip
 """Operations whose result for a row depends on nothing but that row."""
 

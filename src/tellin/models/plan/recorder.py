@@ -11,13 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.tensors import ModelHParams, TensorRef
+from tellin.loading.tensors import ModelHParams, QuantType, TensorRef
 from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Rows
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu")
 GATED_ACTIVATIONS = (*ACTIVATIONS, "swiglu_oai", "sigmoid", "identity")
+
+
+def ones(name: str, width: int) -> TensorRef:
+    """The weight of a norm that has none."""
+    values = np.ones(width, dtype=np.float32).view(np.uint8)
+    return TensorRef(f"{name}.ones", (width,), QuantType.F32, values)
 
 
 class WeightSource(Protocol):
@@ -69,6 +77,10 @@ class Recorder:
                 f"tensor {name!r} has {tensor.shape[0]} rows; rows {start} to {stop} are needed"
             )
         return replace(tensor.row_range(start, stop), name=f"{name}[{start}:{stop}]")
+
+    def leave_out(self, *names: str) -> None:
+        """The model may have these tensors, and does not use them."""
+        self._used.update(names)
 
     # ---- the end -----------------------------------------------------------------------------
 
