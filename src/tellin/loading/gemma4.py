@@ -113,11 +113,7 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
     if embedding is None:
         raise ModelLoadError(f"{path}: tensor 'token_embd.weight' is missing")
     is_sliding = [bool(flag) for flag in per_layer("attention.sliding_window_pattern")]
-    head_dims = {
-        sliding: _gguf_head_dim(metadata, suffix)
-        for sliding, suffix in ((True, "_swa"), (False, ""))
-    }
-    local_dim = head_dims[True]
+    local_dim, global_dim = _gguf_head_dim(metadata, "_swa"), _gguf_head_dim(metadata, "")
     hidden_size = integer("embedding_length")
     num_experts = integer("expert_count", 0)
     return ModelHParams(
@@ -135,7 +131,7 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
         rope_theta=number("rope.freq_base", 10_000.0),
         rope_local_theta=number("rope.freq_base_swa", 10_000.0),
         rope_dim=integer("rope.dimension_count_swa", local_dim),
-        rope_scaling=_gguf_rope(metadata, tensors, head_dims[False]),
+        rope_scaling=_gguf_rope(metadata, tensors, global_dim),
         tie_word_embeddings="output.weight" not in tensors,
         attention_scale=1.0,
         embedding_scale=embedding_scale(ARCHITECTURE, hidden_size),
@@ -148,7 +144,7 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
         attention_layers=_layers(
             path,
             is_sliding,
-            [head_dims[sliding] for sliding in is_sliding],
+            [local_dim if sliding else global_dim for sliding in is_sliding],
             per_layer("attention.head_count_kv"),
             [f"blk.{i}.attn_v.weight" in tensors for i in range(num_layers)],
             integer("attention.shared_kv_layers", 0),
