@@ -43,12 +43,7 @@ _LFM2: dict[str, Any] = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
     "tie_word_embeddings": True,
 }
-_GRANITE: dict[str, Any] = {
-    **_COMMON,
-    "shared_intermediate_size": 48,
-    "intermediate_size": 32,
-    "rms_norm_eps": 1e-5,
-    "layer_types": ["mamba", "mamba", "attention", "mamba"],
+_MAMBA: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 1,
     "mamba_d_head": 16,
@@ -57,6 +52,25 @@ _GRANITE: dict[str, Any] = {
     "mamba_expand": 2,
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
+}
+_FALCON_SCALES: dict[str, Any] = {
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 1.5,
+    "key_multiplier": 0.75,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.875,
+    "ssm_in_multiplier": 0.5,
+    "ssm_out_multiplier": 1.5,
+    "ssm_multipliers": [0.75, 1.25, 2.0, 1.5, 0.625],
+    "mlp_multipliers": [0.7, 1.1],
+}
+_GRANITE: dict[str, Any] = {
+    **_COMMON,
+    **_MAMBA,
+    "shared_intermediate_size": 48,
+    "intermediate_size": 32,
+    "rms_norm_eps": 1e-5,
+    "layer_types": ["mamba", "mamba", "attention", "mamba"],
     "attention_multiplier": 0.125,
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.5,
@@ -95,6 +109,67 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
         "position_embedding_type": "nope",
+    },
+    "bamba": {
+        **_COMMON,
+        **_MAMBA,
+        "model_type": "bamba",
+        "architectures": ["BambaForCausalLM"],
+        "intermediate_size": 96,
+        "rms_norm_eps": 1e-5,
+        "attn_layer_indices": [2],
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": False,
+    },
+    "falcon-h1": {
+        **_COMMON,
+        **_MAMBA,
+        **_FALCON_SCALES,
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 96,
+        "mamba_d_head": 12,
+        "mamba_n_groups": 2,
+        "mamba_rms_norm": False,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+    },
+    "falcon-h1_norm": {
+        **_COMMON,
+        **_MAMBA,
+        "model_type": "falcon_h1",
+        "architectures": ["FalconH1ForCausalLM"],
+        "num_hidden_layers": 2,
+        "intermediate_size": 96,
+        "rms_norm_eps": 1e-5,
+        "mamba_d_ssm": 128,
+        "mamba_n_groups": 2,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": True,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+    },
+    "nemotron_h": {
+        **_COMMON,
+        "model_type": "nemotron_h",
+        "architectures": ["NemotronHForCausalLM"],
+        "hybrid_override_pattern": "M-*M",
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "layer_norm_epsilon": 1e-5,
+        "mlp_hidden_act": "relu2",
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "time_step_min": 0.001,
+        "tie_word_embeddings": False,
     },
     "granitehybrid_groups": {
         **_GRANITE,
@@ -155,15 +230,36 @@ def hybrid_token_ids() -> np.ndarray:
     return np.random.RandomState(7).randint(2, VOCAB, NUM_TOKENS).astype(np.int32)
 
 
+def layer_kinds(config: dict[str, Any]) -> list[str]:
+    """Of each layer: attention, conv, mamba, mlp; hybrid has attention and Mamba2."""
+    count = config["num_hidden_layers"]
+    if "hybrid_override_pattern" in config:
+        letters = {"M": "mamba", "-": "mlp", "*": "attention"}
+        return [letters[letter] for letter in config["hybrid_override_pattern"]]
+    if config["model_type"] == "falcon_h1":
+        return ["hybrid"] * count
+    if config["model_type"] == "bamba":
+        return ["attention" if i in config["attn_layer_indices"] else "mamba" for i in range(count)]
+    return [kind.removeprefix("full_") for kind in config["layer_types"]]
+
+
 def _shapes(config: dict[str, Any]) -> Shapes:
-    is_granite = config["model_type"].startswith("granite")
-    final = "model.norm" if is_granite else "model.embedding_norm"
-    shapes: Shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), f"{final}.weight": (HIDDEN,)}
+    prefix, embedding, norm = {
+        "lfm2": ("model", "embed_tokens", "embedding_norm"),
+        "lfm2_moe": ("model", "embed_tokens", "embedding_norm"),
+        "granitemoehybrid": ("model", "embed_tokens", "norm"),
+        "nemotron_h": ("backbone", "embeddings", "norm_f"),
+    }.get(config["model_type"], ("model", "embed_tokens", "final_layernorm"))
+    shapes: Shapes = {
+        f"{prefix}.{embedding}.weight": (VOCAB, HIDDEN),
+        f"{prefix}.{norm}.weight": (HIDDEN,),
+    }
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (VOCAB, HIDDEN)
-    for i, kind in enumerate(config["layer_types"]):
-        layer = (_granite_layer if is_granite else _lfm2_layer)(config, i, kind)
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    write = _LAYERS.get(config["model_type"], _falcon_layer)
+    for i, kind in enumerate(layer_kinds(config)):
+        layer = write(config, i, kind)
+        shapes |= {f"{prefix}.layers.{i}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
@@ -218,18 +314,7 @@ def _granite_layer(config: dict[str, Any], i: int, kind: str) -> Shapes:
     if kind == "attention":
         shapes |= _attention("o_proj")
     else:
-        heads, inner = config["mamba_n_heads"], config["mamba_expand"] * HIDDEN
-        convolved = inner + 2 * config["mamba_n_groups"] * config["mamba_d_state"]
-        shapes |= {
-            "mamba.in_proj.weight": (inner + convolved + heads, HIDDEN),
-            "mamba.conv1d.weight": (convolved, 1, config["mamba_d_conv"]),
-            "mamba.conv1d.bias": (convolved,),
-            "mamba.A_log": (heads,),
-            "mamba.D": (heads,),
-            "mamba.dt_bias": (heads,),
-            "mamba.norm.weight": (inner,),
-            "mamba.out_proj.weight": (HIDDEN, inner),
-        }
+        shapes |= _mamba(config)
     shared, width = config["shared_intermediate_size"], config["intermediate_size"]
     shapes |= {
         "shared_mlp.input_linear.weight": (2 * shared, HIDDEN),
@@ -243,6 +328,71 @@ def _granite_layer(config: dict[str, Any], i: int, kind: str) -> Shapes:
             "block_sparse_moe.output_linear.weight": (count, HIDDEN, width),
         }
     return shapes
+
+
+def _mamba(config: dict[str, Any], name: str = "mamba") -> Shapes:
+    heads, inner, groups, state = mamba_sizes(config)
+    convolved = inner + 2 * groups * state
+    shapes: Shapes = {
+        f"{name}.in_proj.weight": (inner + convolved + heads, HIDDEN),
+        f"{name}.conv1d.weight": (convolved, 1, 4),
+        f"{name}.conv1d.bias": (convolved,),
+        f"{name}.A_log": (heads,),
+        f"{name}.D": (heads,),
+        f"{name}.dt_bias": (heads,),
+        f"{name}.norm.weight": (inner,),
+        f"{name}.out_proj.weight": (HIDDEN, inner),
+    }
+    if not config.get("mamba_rms_norm", True):
+        del shapes[f"{name}.norm.weight"]
+    return shapes
+
+
+def mamba_sizes(config: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Heads, width, groups and size of a state."""
+    if config["model_type"] == "nemotron_h":
+        heads = config["mamba_num_heads"]
+        inner = heads * config["mamba_head_dim"]
+        return heads, inner, config["n_groups"], config["ssm_state_size"]
+    inner = config.get("mamba_d_ssm", config["mamba_expand"] * HIDDEN)
+    return config["mamba_n_heads"], inner, config["mamba_n_groups"], config["mamba_d_state"]
+
+
+def _falcon_layer(config: dict[str, Any], i: int, kind: str) -> Shapes:
+    """Bamba's too."""
+    width = config["intermediate_size"]
+    shapes: Shapes = {
+        "input_layernorm.weight": (HIDDEN,),
+        "pre_ff_layernorm.weight": (HIDDEN,),
+        "feed_forward.gate_proj.weight": (width, HIDDEN),
+        "feed_forward.up_proj.weight": (width, HIDDEN),
+        "feed_forward.down_proj.weight": (HIDDEN, width),
+    }
+    if kind != "mamba":
+        shapes |= _attention("o_proj")
+    return shapes if kind == "attention" else shapes | _mamba(config)
+
+
+def _nemotron_layer(config: dict[str, Any], i: int, kind: str) -> Shapes:
+    shapes: Shapes = {"norm.weight": (HIDDEN,)}
+    if kind == "mamba":
+        return shapes | _mamba(config, "mixer")
+    if kind == "attention":
+        parts = _attention("o_proj").items()
+        return shapes | {name.replace("self_attn", "mixer"): shape for name, shape in parts}
+    width = config["intermediate_size"]
+    return shapes | {
+        "mixer.up_proj.weight": (width, HIDDEN),
+        "mixer.down_proj.weight": (HIDDEN, width),
+    }
+
+
+_LAYERS = {
+    "lfm2": _lfm2_layer,
+    "lfm2_moe": _lfm2_layer,
+    "granitemoehybrid": _granite_layer,
+    "nemotron_h": _nemotron_layer,
+}
 
 
 def _tokenizer() -> Any:
@@ -285,6 +435,19 @@ _GGUF_NAMES = {
     "mamba.conv1d": "ssm_conv1d",
     "mamba.norm": "ssm_norm",
     "mamba.out_proj": "ssm_out",
+    "backbone.embeddings": "token_embd",
+    "backbone.norm_f": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "norm": "attn_norm",
+    "mixer.q_proj": "attn_q",
+    "mixer.k_proj": "attn_k",
+    "mixer.v_proj": "attn_v",
+    "mixer.o_proj": "attn_output",
+    "mixer.up_proj": "ffn_up",
+    "mixer.down_proj": "ffn_down",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "block_sparse_moe.output_linear": "ffn_down_exps",
 }
@@ -294,22 +457,22 @@ _GGUF_VECTORS = {"mamba.A_log": "ssm_a", "mamba.D": "ssm_d", "mamba.dt_bias": "s
 def write_tiny_hybrid_gguf(path: Path, name: str) -> Path:
     """Case ``name`` in float32, as the reference converter writes it; not one that rotates."""
     config = HYBRIDS[name]
-    architecture = name.partition("_")[0]
+    architecture = name if name == "nemotron_h" else name.partition("_")[0]
     metadata = byte_level() | {"general.architecture": architecture}
     metadata |= {f"{architecture}.{key}": v for key, v in _metadata(config).items()}
     return write_gguf(path, metadata, _gguf_arrays(config, hybrid_arrays(name)))
 
 
 def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    is_granite = config["model_type"].startswith("granite")
-    kv_heads = [KV_HEADS if "attention" in kind else 0 for kind in config["layer_types"]]
+    kinds = layer_kinds(config)
+    kv_heads = [KV_HEADS if kind in ("attention", "hybrid") else 0 for kind in kinds]
     values = {
         "block_count": len(kv_heads),
         "context_length": config["max_position_embeddings"],
         "embedding_length": HIDDEN,
         "feed_forward_length": config.get("intermediate_size", 96),
         "attention.head_count": HEADS,
-        "attention.head_count_kv": np.array(kv_heads, np.int32),
+        "attention.head_count_kv": np.array(kv_heads, np.int32) if 0 in kv_heads else KV_HEADS,
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": 10_000.0,
         "vocab_size": VOCAB,
@@ -317,7 +480,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     count = config.get("num_experts", config.get("num_local_experts", 0))
     if count:
         values |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
-    if not is_granite:
+    if "conv_L_cache" in config:
         values["shortconv.l_cache"] = config["conv_L_cache"]
         if count:
             values |= {
@@ -326,12 +489,22 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
                 "expert_gating_func": 2,
             }
         return values
+    heads, inner, groups, state = mamba_sizes(config)
     values |= {
-        "ssm.conv_kernel": config["mamba_d_conv"],
-        "ssm.state_size": config["mamba_d_state"],
-        "ssm.group_count": config["mamba_n_groups"],
-        "ssm.inner_size": config["mamba_expand"] * HIDDEN,
-        "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.conv_kernel": 4,
+        "ssm.state_size": state,
+        "ssm.group_count": groups,
+        "ssm.inner_size": inner,
+        "ssm.time_step_rank": heads,
+    }
+    if config["model_type"] == "nemotron_h":
+        width = config["intermediate_size"]
+        widths = [width if kind == "mlp" else 0 for kind in kinds]
+        values["feed_forward_length"] = np.array(widths, np.int32)
+        values["attention.layer_norm_epsilon"] = values.pop("attention.layer_norm_rms_epsilon")
+    if config["model_type"] != "granitemoehybrid":
+        return values | {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
+    values |= {
         "rope.scaling.finetuned": False,
         "attention.scale": config["attention_multiplier"],
         "embedding_scale": config["embedding_multiplier"],
@@ -348,10 +521,14 @@ def _gguf_arrays(config: dict[str, Any], arrays: Arrays) -> Arrays:
     named: Arrays = {}
     for key, values in arrays.items():
         stem, _, kind = key.rpartition(".")
-        if not stem.startswith("model.layers."):
-            named[f"{_GGUF_NAMES[stem]}.{kind}"] = values
+        if not stem.startswith(("model.layers.", "backbone.layers.")):
+            is_falcon = config["model_type"] == "falcon_h1"
+            factor = np.float32(config.get(_FACTORS.get(stem, ""), 1.0) if is_falcon else 1.0)
+            named[f"{_GGUF_NAMES[stem]}.{kind}"] = values * factor
             continue
         _, _, layer, part = key.split(".", 3)
+        values = values * np.asarray(_factor(config, part), np.float32)
+        part = _mamba_name(part)
         block, stem = f"blk.{layer}", part.rpartition(".")[0]
         if part == "feed_forward.expert_bias":
             named[f"{block}.exp_probs_b.bias"] = values
@@ -359,6 +536,8 @@ def _gguf_arrays(config: dict[str, Any], arrays: Arrays) -> Arrays:
             values = -np.exp(values) if part.endswith("A_log") else values
             shape = values.shape if part.endswith("bias") else (*values.shape, 1)
             named[f"{block}.{_GGUF_VECTORS[part]}"] = values.reshape(shape)
+        elif part == "pre_ff_layernorm.weight":
+            named[f"{block}.ffn_norm"] = values
         elif part.endswith("input_linear.weight"):
             gate, up = np.split(values, 2, axis=-2)
             suffix = "_exps" if "moe" in part else "_shexp" if config["num_local_experts"] else ""
@@ -372,7 +551,7 @@ def _gguf_arrays(config: dict[str, Any], arrays: Arrays) -> Arrays:
         elif ".experts." not in part:
             named[f"{block}.{_GGUF_NAMES[stem]}.{kind}"] = _reshaped(part, config, values)
     count = config.get("num_experts", 0)
-    for i in range(config["num_dense_layers"] if count else 0, len(config["layer_types"])):
+    for i in range(config["num_dense_layers"] if count else 0, config["num_hidden_layers"]):
         for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")) if count else ():
             experts = f"model.layers.{i}.feed_forward.experts"
             stack = [arrays[f"{experts}.{e}.{theirs}.weight"] for e in range(count)]
@@ -380,11 +559,42 @@ def _gguf_arrays(config: dict[str, Any], arrays: Arrays) -> Arrays:
     return named
 
 
+def _mamba_name(part: str) -> str:
+    """Nemotron-H calls every layer a mixer."""
+    name = part.removeprefix("mixer.")
+    is_mamba = name.startswith(("in_", "out_", "conv1d", "A_log", "D", "dt_bias", "norm"))
+    return f"mamba.{name}" if is_mamba and name != part else part
+
+
+_FACTORS = {"model.embed_tokens": "embedding_multiplier", "lm_head": "lm_head_multiplier"}
+
+
+def _factor(config: dict[str, Any], part: str) -> float | np.ndarray:
+    """What Falcon-H1's converter multiplies into a matrix: a number, or one for each row."""
+    if "ssm_in_multiplier" not in config:
+        return 1.0
+    attention = config["attention_in_multiplier"]
+    if part == "mamba.in_proj.weight":
+        heads, inner, groups, state = mamba_sizes(config)
+        rows = (inner, inner, groups * state, groups * state, heads)
+        factors = np.repeat(config["ssm_multipliers"], rows)[:, None]
+        return np.asarray(factors * config["ssm_in_multiplier"], np.float32)
+    return {
+        "self_attn.q_proj.weight": attention,
+        "self_attn.k_proj.weight": attention * config["key_multiplier"],
+        "self_attn.v_proj.weight": attention,
+        "self_attn.o_proj.weight": config["attention_out_multiplier"],
+        "mamba.out_proj.weight": config["ssm_out_multiplier"],
+        "feed_forward.gate_proj.weight": config["mlp_multipliers"][0],
+        "feed_forward.down_proj.weight": config["mlp_multipliers"][1],
+    }.get(part, 1.0)
+
+
 def _reshaped(part: str, config: dict[str, Any], values: np.ndarray) -> np.ndarray:
     if "conv.conv." in part or "conv1d.weight" in part:
         return values.squeeze(1)
     if part == "mamba.norm.weight":
-        return values.reshape(config["mamba_n_groups"], -1)
+        return values.reshape(mamba_sizes(config)[2], -1)
     if config["model_type"].startswith("granite") and part.endswith(
         ("q_proj.weight", "k_proj.weight")
     ):

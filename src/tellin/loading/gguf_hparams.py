@@ -123,7 +123,7 @@ class _Reader:
             head_dim=head_dim,
             vocab_size=self._vocab_size(),
             max_position_embeddings=self._int("context_length"),
-            norm_eps=self._float("attention.layer_norm_rms_epsilon"),
+            norm_eps=self._norm_eps(),
             hidden_act=self._activation(),
             rope_theta=self._float("rope.freq_base", 10_000.0),
             rope_local_theta=self._rope_local_theta(window),
@@ -205,6 +205,13 @@ class _Reader:
     def _scale(self, key: str) -> float:
         """A factor; files write 0 for none."""
         return self._float(key, 1.0) or 1.0
+
+    def _norm_eps(self) -> float:
+        if self.architecture != "nemotron_h":
+            return self._float("attention.layer_norm_rms_epsilon")
+        # Its configurations call that of RMSNorm layer_norm_epsilon.
+        eps = self._float("attention.layer_norm_epsilon", 0.0)
+        return self._float("attention.layer_norm_rms_epsilon", eps or None)
 
     def _rope_local_theta(self, window: int | None) -> float | None:
         if self.architecture == "gemma3":

@@ -214,8 +214,8 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
 }
 """Keys of mixtures and the values whose meaning is what the plan does."""
 _WITHOUT_WINDOW = (
-    "ernie4_5-moe", "gemma", "glm4", "glm4moe", "llama", "lfm2", "lfm2moe", "olmo2",
-    "olmoe", "smollm3", *GATED_DELTA, *GRANITE_FAMILY,
+    "bamba", "ernie4_5-moe", "falcon-h1", "gemma", "glm4", "glm4moe", "lfm2", "lfm2moe", "llama",
+    "nemotron_h", "olmo2", "olmoe", "smollm3", *GATED_DELTA, *GRANITE_FAMILY,
 )  # fmt: skip
 _SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
 

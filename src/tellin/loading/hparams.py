@@ -14,8 +14,10 @@ from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.tensors import ModelHParams, RopeScaling
 
 SUPPORTED_ARCHITECTURES = (
+    "bamba",
     "bert",
     "ernie4_5-moe",
+    "falcon-h1",
     "gemma",
     "gemma2",
     "gemma3",
@@ -31,6 +33,7 @@ SUPPORTED_ARCHITECTURES = (
     "llama",
     "mistral",
     "mixtral",
+    "nemotron_h",
     "olmo2",
     "olmo3",
     "olmoe",

@@ -1,4 +1,4 @@
-"""Hyperparameters of models whose layers are not all attention: LFM2, Granite 4.
+"""Hyperparameters of models whose layers are not all attention: LFM2, and those with Mamba2.
 
 What is common to all decoders is read where theirs is; here is what recurrent layers add, of either
 file format, and what these families' configurations call by other names.
@@ -16,14 +16,24 @@ from typing import Any
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.tensors import MambaHParams, ModelHParams
+from tellin.loading.mamba_hparams import (
+    checked_kernel,
+    mamba_from_config,
+    mamba_from_metadata,
+    refuse_unless,
+)
+from tellin.loading.tensors import ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
 
-HYBRIDS = ("granitehybrid", "lfm2", "lfm2moe")
+WITH_MAMBA = ("bamba", "falcon-h1", "granitehybrid", "nemotron_h")
+HYBRIDS = (*WITH_MAMBA, "lfm2", "lfm2moe")
 HYBRID_MODEL_TYPES = {
+    "bamba": "bamba",
+    "falcon_h1": "falcon-h1",
     "granitemoehybrid": "granitehybrid",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
+    "nemotron_h": "nemotron_h",
 }
 """``model_type`` to architecture."""
 _LFM2 = {
@@ -34,18 +44,48 @@ _LFM2 = {
     "tie_word_embeddings": True,
     "conv_L_cache": 3,
 }
+_MAMBA = {
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 HYBRID_DEFAULTS: dict[str, dict[str, Any]] = {
+    "bamba": {
+        **_MAMBA,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+        "num_key_value_heads": 8,
+        "partial_rotary_factor": 0.5,
+    },
+    "falcon-h1": {
+        **_MAMBA,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 8,
+        "mamba_d_ssm": 1024,
+    },
     "granitehybrid": {
+        **_MAMBA,
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 2048,
         "shared_intermediate_size": 1024,
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
+    },
+    "nemotron_h": {
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "conv_kernel": 4,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
     },
     "lfm2": {**_LFM2, "intermediate_size": 12_288},
     "lfm2moe": {
@@ -64,10 +104,22 @@ _KINDS = {
     "conv": "conv",
     "mamba": "mamba",
     "linear_attention": "mamba",
+    "mlp": "mlp",
+    "moe": "moe",
 }
-"""What configurations call the kinds of layers: Granite's linear attention is Mamba2."""
-_MAX_CONV_KERNEL = 16
-_MAX_STATE_DIM = 1024
+"""What configurations call the kinds of layers: linear attention is Mamba2 in these."""
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""Nemotron-H's letters for them."""
+_RENAMED = {
+    "attention_head_dim": "head_dim",
+    "conv_kernel": "mamba_d_conv",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "mamba_head_dim": "mamba_d_head",
+    "mamba_num_heads": "mamba_n_heads",
+    "n_groups": "mamba_n_groups",
+    "ssm_state_size": "mamba_d_state",
+}
+"""Nemotron-H's keys, and what other families call them."""
 
 
 def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
@@ -79,6 +131,10 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
         values["moe_intermediate_size"] = values.get("intermediate_size")
         values["intermediate_size"] = config.get_int("shared_intermediate_size")
         return TypedMapping(config.path, values)
+    if architecture == "nemotron_h":
+        return TypedMapping(config.path, _nemotron_values(config))
+    if architecture not in ("lfm2", "lfm2moe"):
+        return config
     values["rms_norm_eps"] = config.get_float("norm_eps")
     values["tie_word_embeddings"] = config.get_bool(
         "tie_embedding", config.get_bool("tie_word_embeddings")
@@ -86,6 +142,21 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
     if architecture == "lfm2":
         values["intermediate_size"] = _lfm2_inner_size(config)
     return TypedMapping(config.path, values)
+
+
+def _nemotron_values(config: TypedMapping) -> dict[str, Any]:
+    values = dict(config.items())
+    for key, name in _RENAMED.items():
+        if values.get(key) is not None and values.get(name) is None:
+            values[name] = values[key]
+    if config.has("hybrid_override_pattern"):
+        letters = config.get_str("hybrid_override_pattern")
+        values["layer_types"] = [_PATTERN.get(letter, letter) for letter in letters]
+    kinds = values.get("layer_types") or values.get("layers_block_type") or ()
+    values["num_hidden_layers"] = len(kinds) or values.get("num_hidden_layers")
+    # Time steps have a lower limit and no upper one.
+    values["time_step_limit"] = [config.get_float("time_step_min", 0.001), float("inf")]
+    return values
 
 
 def _lfm2_inner_size(config: TypedMapping) -> int:
@@ -113,50 +184,24 @@ def with_recurrent_config(config: TypedMapping, hparams: ModelHParams) -> ModelH
     if architecture not in HYBRIDS:
         return hparams
     kinds = _config_kinds(config, hparams)
-    if architecture != "granitehybrid":
-        _refuse(config, "conv_bias", False)
-        return _checked(
-            config, replace(hparams, layer_types=kinds, conv_kernel=config.get_int("conv_L_cache"))
-        )
-    _refuse(config, "mamba_proj_bias", False)
-    positions = config.get("position_embedding_type")
-    if positions not in (None, "rope", "nope"):
-        raise UnsupportedModelError(f"{config.path}: {positions!r} positions are not supported")
-    heads = config.get_int("mamba_n_heads")
-    inner = config.get_int("mamba_expand") * hparams.hidden_size
-    head_dim = config.get("mamba_d_head") or "auto"
-    is_given = head_dim != "auto"
-    head_dim = config.get_int("mamba_d_head") if is_given else inner // max(heads, 1)
-    if heads * head_dim != inner:
-        raise ModelLoadError(
-            f"{config.path}: {heads} mamba heads of {head_dim} are {heads * head_dim} values; "
-            f"mamba_expand makes them {inner}"
-        )
-    limit = (0.0, float("inf"))
-    if config.has("time_step_limit"):
-        low, high = _pair(config, "time_step_limit")
-        limit = (low, high)
-    mamba = MambaHParams(
-        num_heads=heads,
-        head_dim=head_dim,
-        state_dim=config.get_int("mamba_d_state"),
-        num_groups=config.get_int("mamba_n_groups"),
-        conv_kernel=config.get_int("mamba_d_conv"),
-        time_step_limit=limit,
-    )
-    # Without rope every layer leaves q and k unrotated.
-    interval = None if positions == "rope" else 1
-    return _checked(
-        config, replace(hparams, layer_types=kinds, mamba=mamba, no_rope_interval=interval)
-    )
+    if architecture not in WITH_MAMBA:
+        refuse_unless(config, "conv_bias", False)
+        kernel = config.get_int("conv_L_cache")
+        return replace(hparams, layer_types=kinds, conv_kernel=checked_kernel(config, kernel))
+    return replace(mamba_from_config(config, hparams), layer_types=kinds)
 
 
 def _config_kinds(config: TypedMapping, hparams: ModelHParams) -> tuple[str, ...]:
     count = hparams.num_hidden_layers
+    if hparams.architecture == "falcon-h1":
+        return ("full_attention",) * count  # each layer has Mamba2 beside its attention
     key = next((k for k in ("layer_types", "layers_block_type") if config.has(k)), None)
     if key is not None:
         names = tuple(config.get_strings(key))
-    elif hparams.architecture == "granitehybrid":
+    elif hparams.architecture == "bamba":
+        chosen = set(config.get_numbers("attn_layer_indices").tolist())
+        names = tuple("attention" if i in chosen else "mamba" for i in range(count))
+    elif hparams.architecture in ("granitehybrid", "nemotron_h"):
         names = ("mamba",) * count
     elif config.has("full_attn_idxs"):
         chosen = set(config.get_numbers("full_attn_idxs").tolist())
@@ -176,7 +221,9 @@ def _config_kinds(config: TypedMapping, hparams: ModelHParams) -> tuple[str, ...
 
 
 def _kinds_of(architecture: str) -> tuple[str, ...]:
-    return ("full_attention", "mamba" if architecture == "granitehybrid" else "conv")
+    if architecture == "nemotron_h":
+        return ("full_attention", "mamba", "mlp")
+    return ("full_attention", "mamba" if architecture in WITH_MAMBA else "conv")
 
 
 def with_recurrent_metadata(metadata: TypedMapping, hparams: ModelHParams) -> ModelHParams:
@@ -187,101 +234,31 @@ def with_recurrent_metadata(metadata: TypedMapping, hparams: ModelHParams) -> Mo
     architecture = hparams.architecture
     if architecture not in HYBRIDS:
         return hparams
-    recurrent = _kinds_of(architecture)[1]
-    count = hparams.num_hidden_layers
-    heads: Sequence[int] = [hparams.num_key_value_heads] * count
-    key = f"{architecture}.attention.head_count_kv"
-    if isinstance(metadata.get(key), np.ndarray):
-        heads = metadata.get_numbers(key).tolist()
-        if len(heads) != count:
-            raise ModelLoadError(
-                f"{metadata.path}: {key} has {len(heads)} entries for {count} layers"
-            )
-    kinds = tuple("full_attention" if number else recurrent for number in heads)
-    if recurrent == "conv":
-        kernel = metadata.get_int(f"{architecture}.shortconv.l_cache")
-        return _checked(metadata, replace(hparams, layer_types=kinds, conv_kernel=kernel))
-    return _checked(metadata, replace(_granite_metadata(metadata, hparams), layer_types=kinds))
+    kinds = _metadata_kinds(metadata, hparams)
+    if architecture in WITH_MAMBA:
+        return replace(mamba_from_metadata(metadata, hparams), layer_types=kinds)
+    kernel = checked_kernel(metadata, metadata.get_int(f"{architecture}.shortconv.l_cache"))
+    return replace(hparams, layer_types=kinds, conv_kernel=kernel)
 
 
-def _granite_metadata(metadata: TypedMapping, hparams: ModelHParams) -> ModelHParams:
-    prefix = hparams.architecture
-    heads = metadata.get_int(f"{prefix}.ssm.time_step_rank")
-    inner = metadata.get_int(f"{prefix}.ssm.inner_size")
-    if heads < 1 or inner % heads:
+def _metadata_kinds(metadata: TypedMapping, hparams: ModelHParams) -> tuple[str, ...]:
+    recurrent = _kinds_of(hparams.architecture)[1]
+    heads = _per_layer(metadata, hparams, "attention.head_count_kv")
+    kinds = ["full_attention" if number else recurrent for number in heads]
+    if hparams.architecture == "nemotron_h":
+        for i, width in enumerate(_per_layer(metadata, hparams, "feed_forward_length")):
+            kinds[i] = "mlp" if width else kinds[i]
+    return tuple(kinds)
+
+
+def _per_layer(metadata: TypedMapping, hparams: ModelHParams, key: str) -> Sequence[int]:
+    """A number for each layer; one number stands for all."""
+    full, count = f"{hparams.architecture}.{key}", hparams.num_hidden_layers
+    if not isinstance(metadata.get(full), np.ndarray):
+        return [metadata.get_int(full)] * count
+    numbers: list[int] = metadata.get_numbers(full).tolist()
+    if len(numbers) != count:
         raise ModelLoadError(
-            f"{metadata.path}: {prefix}.ssm.inner_size {inner} is not a multiple of its "
-            f"{heads} heads"
+            f"{metadata.path}: {full} has {len(numbers)} entries for {count} layers"
         )
-    if metadata.get_bool(f"{prefix}.rope.scaling.finetuned", True):
-        raise UnsupportedModelError(
-            f"{metadata.path}: {prefix} with rotated positions (rope.scaling.finetuned) is not "
-            "supported"
-        )
-    mamba = MambaHParams(
-        num_heads=heads,
-        head_dim=inner // heads,
-        state_dim=metadata.get_int(f"{prefix}.ssm.state_size"),
-        num_groups=metadata.get_int(f"{prefix}.ssm.group_count"),
-        conv_kernel=metadata.get_int(f"{prefix}.ssm.conv_kernel"),
-    )
-    shared = metadata.get_int(f"{prefix}.expert_shared_feed_forward_length", 0)
-    return replace(
-        hparams,
-        mamba=mamba,
-        no_rope_interval=1,
-        intermediate_size=shared or hparams.intermediate_size,
-    )
-
-
-def _checked(source: TypedMapping, hparams: ModelHParams) -> ModelHParams:
-    mamba = hparams.mamba
-    kernel = hparams.conv_kernel if mamba is None else mamba.conv_kernel
-    if not 2 <= kernel <= _MAX_CONV_KERNEL:
-        raise ModelLoadError(
-            f"{source.path}: the convolutions' kernel is {kernel}, allowed are 2 to "
-            f"{_MAX_CONV_KERNEL}"
-        )
-    if mamba is None:
-        return hparams
-    for name, value, limit in (
-        ("mamba heads", mamba.num_heads, 1 << 16),
-        ("mamba head_dim", mamba.head_dim, _MAX_STATE_DIM),
-        ("mamba state_dim", mamba.state_dim, _MAX_STATE_DIM),
-        ("mamba groups", mamba.num_groups, mamba.num_heads),
-    ):
-        if not 1 <= value <= limit:
-            raise ModelLoadError(f"{source.path}: {name} is {value}, allowed are 1 to {limit}")
-    if mamba.num_heads % mamba.num_groups:
-        raise ModelLoadError(
-            f"{source.path}: {mamba.num_heads} mamba heads cannot share {mamba.num_groups} groups "
-            "evenly"
-        )
-    return hparams
-
-
-def _pair(config: TypedMapping, key: str) -> tuple[float, float]:
-    values = config.get(key)
-    if not isinstance(values, list) or len(values) != 2:
-        raise ModelLoadError(f"{config.path}: key {key!r} is {values!r}, expected two numbers")
-    try:
-        low, high = (float(_unwrapped(value)) for value in values)
-    except (TypeError, ValueError):
-        raise ModelLoadError(f"{config.path}: key {key!r} is {values!r}") from None
-    if not 0 <= low < high:
-        raise ModelLoadError(f"{config.path}: key {key!r} is {values!r}")
-    return low, high
-
-
-def _unwrapped(value: Any) -> Any:
-    """Infinity is no JSON; transformers writes an object for it."""
-    return value.get("__float__") if isinstance(value, dict) else value
-
-
-def _refuse(config: TypedMapping, key: str, supported: object) -> None:
-    value = config.get(key)
-    if value is not None and value != supported:
-        raise UnsupportedModelError(
-            f"{config.path}: {key!r} is {value!r}, which is not supported; supported is "
-            f"{supported!r}"
-        )
+    return numbers

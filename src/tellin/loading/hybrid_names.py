@@ -30,8 +30,13 @@ GGUF_RECURRENT = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
-_GGUF_HEADS = {"ssm_a": "mamba.A", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
-_GGUF_HEADS_NAME = re.compile(r"blk\.(\d+)\.(ssm_a|ssm_d|ssm_dt\.bias)\Z")
+_GGUF_OTHERS = {
+    "ssm_a": "mamba.A",
+    "ssm_d": "mamba.D",
+    "ssm_dt.bias": "mamba.dt_bias",
+    "ffn_norm": "post_attention_layernorm.weight",  # so called by the converter of Falcon-H1
+}
+_GGUF_OTHERS_NAME = re.compile(rf"blk\.(\d+)\.({'|'.join(map(re.escape, _GGUF_OTHERS))})\Z")
 
 _HF_LFM2 = (
     (re.compile(r"\Aembedding_norm\."), "norm."),
@@ -50,13 +55,34 @@ _HF_GRANITE = (
     (re.compile(r"\.shared_mlp\.input_linear\."), ".mlp.shared_expert.gate_up_proj."),
     (re.compile(r"\.shared_mlp\.output_linear\."), ".mlp.shared_expert.down_proj."),
 )
-_HF_NAMES = {"lfm2": _HF_LFM2, "lfm2moe": _HF_LFM2, "granitehybrid": _HF_GRANITE}
+_HF_FALCON = (
+    (re.compile(r"\Afinal_layernorm\."), "norm."),
+    (re.compile(r"\.pre_ff_layernorm\."), ".post_attention_layernorm."),
+    (re.compile(r"\.feed_forward\."), ".mlp."),
+)
+_HF_NEMOTRON = (
+    (re.compile(r"\Abackbone\."), ""),
+    (re.compile(r"\Aembeddings\."), "embed_tokens."),
+    (re.compile(r"\Anorm_f\."), "norm."),
+    (re.compile(r"\Alayers\.(\d+)\.norm\."), r"layers.\1.input_layernorm."),
+    (re.compile(r"\.mixer\.([qkvo])_proj\."), r".self_attn.\1_proj."),
+    (re.compile(r"\.mixer\.(up|down)_proj\."), r".mlp.\1_proj."),
+    (re.compile(r"\.mixer\."), ".mamba."),
+)
+_HF_NAMES = {
+    "bamba": _HF_FALCON,
+    "falcon-h1": _HF_FALCON,
+    "granitehybrid": _HF_GRANITE,
+    "lfm2": _HF_LFM2,
+    "lfm2moe": _HF_LFM2,
+    "nemotron_h": _HF_NEMOTRON,
+}
 
 
 def recurrent_gguf_name(name: str) -> str | None:
-    """The canonical name of a vector with a value per head; None if ``name`` is none."""
-    match = _GGUF_HEADS_NAME.match(name)
-    return f"layers.{match[1]}.{_GGUF_HEADS[match[2]]}" if match else None
+    """The canonical name of a vector that files name in a way of its own; None of others."""
+    match = _GGUF_OTHERS_NAME.match(name)
+    return f"layers.{match[1]}.{_GGUF_OTHERS[match[2]]}" if match else None
 
 
 def hybrid_hf_name(architecture: str, name: str) -> str:

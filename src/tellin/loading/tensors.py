@@ -172,6 +172,8 @@ class MambaHParams:
     """Heads of a group share b and c."""
     conv_kernel: int
     time_step_limit: tuple[float, float] = (0.0, math.inf)
+    norm_before_gate: bool = False
+    """Where there is a norm: False = of the gated values, True = of those to be gated."""
 
 
 @dataclass(frozen=True)
@@ -266,3 +268,5 @@ class ModelHParams:
     """One per layer, if they differ; empty: all are as the fields above say."""
     per_layer_input_size: int = 0
     """Width of what every layer gets of a token besides the residual stream (Gemma 4); 0: none."""
+    output_scales: Mapping[str, float] | None = None
+    """Factors of what linear layers give, by their name within a layer (Falcon-H1)."""

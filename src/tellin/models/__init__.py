@@ -15,8 +15,10 @@ from tellin.models.plan.passes import optimize, with_lora
 from tellin.models.plan.recorder import WeightSource
 
 _ARCHITECTURES = {
+    "bamba": "granitehybrid",
     "bert": "bert",
     "ernie4_5-moe": "ernie4_5_moe",
+    "falcon-h1": "falcon_h1",
     "gemma": "llama",
     "gemma2": "gemma2",
     "gemma3": "gemma3",
@@ -33,6 +35,7 @@ _ARCHITECTURES = {
     "llama": "llama",
     "mistral": "llama",
     "mixtral": "mixtral",
+    "nemotron_h": "nemotron_h",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "olmoe": "olmoe",

@@ -50,7 +50,9 @@ def experts_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
 
 
 def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
-    """Mamba2's layer: convolved parts go through the recurrence, then a norm under a gate.
+    """Mamba2's layer: convolved parts go through the recurrence, then under a gate.
+
+    Most models have a norm of what the gate gives, or of what it gets.
 
     Source: Dao & Gu 2024 (Mamba-2), section 7.
     """
@@ -59,7 +61,10 @@ def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     if mamba is None:
         raise ValueError(f"{name}: the hyperparameters have no dimensions of Mamba2 layers")
     parts = ("z", "x", "b", "c", "dt")
-    gate, values, key, query, dt = (b.linear(x, f"{name}.{part}_proj") for part in parts)
+    linears = (b.linear(x, f"{name}.{part}_proj") for part in parts)
+    gate, values, key, query, dt = (
+        scaled(b, out, f"mamba.{part}_proj") for part, out in zip(parts, linears, strict=True)
+    )
     start = 0
     mixed = []
     for part in (values, key, query):
@@ -71,10 +76,19 @@ def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
         values, key, query, dt, name,
         num_heads=mamba.num_heads, num_groups=mamba.num_groups, dt_limits=mamba.time_step_limit,
     )  # fmt: skip
-    gated = b.act_mul(gate, out)
-    group = gated.width // mamba.num_groups
-    normed = b.rms_norm(gated, f"{name}.norm", group=group, shared=False)
-    return b.linear(normed, f"{name}.out_proj")
+    has_norm, group = b.has(f"{name}.norm.weight"), out.width // mamba.num_groups
+    if has_norm and mamba.norm_before_gate:
+        out = b.rms_norm(out, f"{name}.norm", group=group, shared=False)
+    out = b.act_mul(gate, out)
+    if has_norm and not mamba.norm_before_gate:
+        out = b.rms_norm(out, f"{name}.norm", group=group, shared=False)
+    return scaled(b, b.linear(out, f"{name}.out_proj"), "mamba.out_proj")
+
+
+def scaled(b: PlanBuilder, x: Buffer, part: str) -> Buffer:
+    """``x``, the output of a layer's linear ``part``, times the model's factor for it, if any."""
+    factor = (b.hparams.output_scales or {}).get(part, 1.0)
+    return x if factor == 1 else b.scale(x, factor)
 
 
 def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
