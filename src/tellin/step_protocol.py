@@ -101,6 +101,8 @@ class SchedulerOutput(msgspec.Struct):
     Of models with recurrent states: ``state_copies`` are (source, destination) slots to be copied,
     one after the other, before anything is computed; ``state_saves`` lists (request id, number of
     tokens, slot): the state after so many of the request's tokens is also written to that slot.
+    ``state_moves`` are requests whose state lies in another slot from now on: where drafts were
+    rejected, in that of the last token before them.
     """
 
     scheduled_new_reqs: list[NewRequestData]
@@ -119,6 +121,7 @@ class SchedulerOutput(msgspec.Struct):
     free_encoder_mm_hashes: list[str] = msgspec.field(default_factory=list)
     state_copies: list[tuple[int, int]] = msgspec.field(default_factory=list)
     state_saves: list[tuple[str, int, int]] = msgspec.field(default_factory=list)
+    state_moves: dict[str, int] = msgspec.field(default_factory=dict)
 
     @classmethod
     def make_empty(cls) -> SchedulerOutput:

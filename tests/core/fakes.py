@@ -211,6 +211,8 @@ class FakeExecutor:
                 new.mm_features or [],
                 new.state_slot,
             )
+        for request_id, slot in step.state_moves.items():
+            self.requests[request_id].state_slot = slot
         for cached in step.scheduled_cached_reqs:
             mirror = self.requests[cached.req_id]
             if cached.resumed:

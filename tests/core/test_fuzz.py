@@ -32,7 +32,7 @@ def good_and_bad_drafts(request_id: str, ids: list[int], k: int) -> list[int]:
 
 def make_driver(rng: random.Random, seed: int, stateful: bool) -> Driver:
     speculative = None
-    if seed % 3 == 0 and not stateful:
+    if seed % 3 == 0:
         speculative = SpeculativeConfig(
             rng.choice(["ngram", "draft_model"]), 3, adaptive=rng.random() < 0.5
         )
@@ -40,7 +40,8 @@ def make_driver(rng: random.Random, seed: int, stateful: bool) -> Driver:
     needed = -(-MAX_MODEL_LEN // block_size) + 1
     executor_class: type[FakeExecutor] = FakeExecutor
     if stateful:  # from one seat to seats with snapshots for all
-        executor_class = type("Small", (StatefulExecutor,), {"max_slots": rng.randrange(2, 17)})
+        num_slots = rng.randrange(2, 17) + (3 if speculative is not None else 0)
+        executor_class = type("Small", (StatefulExecutor,), {"max_slots": num_slots})
     driver = Driver(
         log_stats=rng.random() < 0.5,
         executor_class=executor_class,
@@ -158,5 +159,5 @@ def test_random_runs_of_recurrent_models_equal_lone_runs(chunk: int) -> None:
     counts: Counter[str] = Counter()
     for seed in range(chunk * 12, chunk * 12 + 12):
         counts += run_one(seed, stateful=True)
-    for event in ("preempted", "deferred", "restored", "saved"):
+    for event in ("preempted", "deferred", "restored", "saved", "drafts"):
         assert counts[event] >= 10, f"the runs hardly ever {event}: {counts}"

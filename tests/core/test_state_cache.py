@@ -9,10 +9,10 @@ import pytest
 from tellin.config import SpeculativeConfig
 from tellin.core.kv_sizing import plan_kv_cache
 from tellin.core.state_cache import StateCacheManager
-from tellin.exceptions import OutOfMemoryError, UnsupportedFeatureError
+from tellin.exceptions import OutOfMemoryError
 from tellin.protocol import FinishReason
 from tests.core.driver import Driver
-from tests.core.fakes import StatefulExecutor, make_config
+from tests.core.fakes import StatefulExecutor, make_config, next_id
 from tests.core.test_engine_core import Memory
 from tests.core.test_scheduler import unlike
 
@@ -175,6 +175,68 @@ def test_forgetting_the_prefix_cache_forgets_snapshots() -> None:
     driver.check_lone("c", 30)
 
 
+# ---------------------------------------------------------------------- drafts
+
+
+def drafting(num_right: int, **config: Any) -> Driver:
+    """Three drafts in every step, of which the first few are right."""
+
+    def draft(request_id: str, ids: list[int], limit: int) -> list[int]:
+        drafts: list[int] = []
+        for i in range(min(3, limit)):
+            drafts.append(next_id(ids + drafts) if i < num_right else 901)
+        return drafts
+
+    driver = stateful(speculative_config=SpeculativeConfig("ngram", 3, adaptive=False), **config)
+    driver.executor.draft = draft
+    return driver
+
+
+@pytest.mark.parametrize("num_right", range(4))
+def test_a_request_goes_on_in_the_slot_of_its_last_right_draft(num_right: int) -> None:
+    driver = drafting(num_right)
+    prompt = unlike(1, 9)
+    for name in ("a", "b"):
+        driver.add(name, prompt, 60)
+    driver.run()
+    for name in ("a", "b"):
+        driver.check_lone(name, 60)
+    moves = sum(len(step.state_moves) for step in driver.executor.outputs)
+    assert (moves > 0) == (num_right < 3)
+    assert len(states(driver)._free) + states(driver).num_snapshots == states(driver).num_slots - 1
+    # Ends of blocks are kept on the way, if a right draft was there: 64 of 68 ids.
+    history = prompt + driver.tokens["a"]
+    assert ask(driver, "c", [*history, 5], 1) == (70 - 64 if num_right else 70 - 8)
+
+
+def test_a_move_is_told_until_a_step_has_run() -> None:
+    driver = drafting(1)
+    driver.add("a", unlike(1, 9), 30)
+    while not states(driver)._moved:
+        driver.step()
+    moves = states(driver).take_moves()
+    driver.core.pause_scheduler("keep", clear_cache=False)
+    driver.step()
+    driver.core.resume_scheduler()
+    driver.step()
+    assert driver.executor.outputs[-1].state_moves == moves
+    driver.run()
+    driver.check_lone("a", 30)
+
+
+def test_slots_for_drafts_are_part_of_a_seat() -> None:
+    spec = SpeculativeConfig("ngram", 3)
+    config = make_config(
+        num_kv_blocks=50, max_num_seqs=8, max_model_len=64, speculative_config=spec
+    )
+    sizes = plan_kv_cache(config, Memory(140 * 1024, bytes_per_slot=10 * 1024))
+    assert (sizes.num_state_slots, sizes.max_num_seqs) == (9, 2)
+    with pytest.raises(OutOfMemoryError, match="5 are needed at least"):
+        plan_kv_cache(config, Memory(99 * 1024, bytes_per_slot=10 * 1024))
+    sizes = plan_kv_cache(config, Memory(1 << 40, bytes_per_slot=10 * 1024))
+    assert (sizes.num_state_slots, sizes.max_num_seqs) == (1 + 8 * 6, 8)
+
+
 # ---------------------------------------------------------------------- what goes wrong
 
 
@@ -232,11 +294,6 @@ def test_ctrl_c_leaves_no_slot_behind() -> None:
         driver.check_lone(request_id, 6)
 
 
-def test_speculation_is_refused() -> None:
-    with pytest.raises(UnsupportedFeatureError, match="speculative_config is not supported"):
-        stateful(speculative_config=SpeculativeConfig("ngram", 3))
-
-
 # ---------------------------------------------------------------------- sizes
 
 
@@ -267,4 +324,4 @@ def test_fewer_seats_are_said_at_the_start(caplog: pytest.LogCaptureFixture) -> 
         driver = stateful(max_slots=4)
     assert driver.scheduler.max_num_seqs == 3
     assert "max_num_seqs is lowered from 8 to 3" in caplog.text
-    assert "3 slots of recurrent states: 3 for requests" in caplog.text
+    assert "3 slots of recurrent states for 3 requests" in caplog.text

@@ -399,20 +399,11 @@ def _stamp_step_time(outputs: dict[int, EngineCoreOutputs], step_time_s: float) 
 
 
 def _start_states(config: EngineConfig, executor: Executor, sizes: KVCacheSizes) -> EngineConfig:
-    """Make the slots of a model with recurrent states; no more requests run than have one.
-
-    Raises:
-        UnsupportedFeatureError: what such a model cannot do is configured.
-    """
-    if config.speculative_config is not None:
-        raise UnsupportedFeatureError(
-            "speculative_config is not supported with this model: it keeps recurrent states, which "
-            "cannot be taken back when a draft is rejected; leave speculative_config out"
-        )
+    """Make the slots of a model with recurrent states; no more requests run than have one."""
     executor.initialize_state_cache(sizes.num_state_slots)
     wanted, count = config.scheduler_config.max_num_seqs, sizes.max_num_seqs
     logger.info(
-        "%d slots of recurrent states: %d for requests, the others for the prefix cache",
+        "%d slots of recurrent states for %d requests, their drafts and the prefix cache",
         sizes.num_state_slots - 1,
         count,
     )

@@ -32,7 +32,8 @@ class KVCacheSizes:
     """``num_blocks`` includes the null block, which holds nothing, ``num_state_slots`` a null slot.
 
     There are no slots (0) if the model has no recurrent states. Else at most ``max_num_seqs``
-    requests run at once, and what they leave holds snapshots for the prefix cache.
+    requests run at once, each with a slot and one for every draft, and what they leave holds
+    snapshots for the prefix cache.
     """
 
     num_blocks: int
@@ -75,7 +76,7 @@ def plan_kv_cache(config: EngineConfig, executor: KVMemory) -> KVCacheSizes:
     if bytes_per_slot > 0:
         num_slots = _choose_num_slots(config, bytes_per_slot, bytes_per_block, executor)
         num_bytes = num_slots * bytes_per_slot
-        max_num_seqs = min(max_num_seqs, num_slots - 1)
+        max_num_seqs = min(max_num_seqs, (num_slots - 1) // _slots_per_request(config))
     if bytes_per_block <= 0:  # a model without attention keeps no KV: any number does
         num_blocks = max_num_seqs * blocks_per_request + 1
         return KVCacheSizes(num_blocks, block_size, max_model_len, max_num_seqs, num_slots)
@@ -100,12 +101,12 @@ def _choose_num_slots(
 ) -> int:
     """Slots of recurrent states: half of the memory at most, what is not fixed for KV at least one.
 
-    Each request that may run has one. With a prefix cache there are as many again for snapshots,
-    twice over.
+    Each request that may run has one, and one for every draft that is checked at once. With a
+    prefix cache there are `SNAPSHOTS_PER_REQUEST` more.
     """
-    wanted = config.scheduler_config.max_num_seqs
-    if config.cache_config.enable_prefix_caching:
-        wanted *= 1 + SNAPSHOTS_PER_REQUEST
+    per_request = _slots_per_request(config)
+    num_snapshots = SNAPSHOTS_PER_REQUEST if config.cache_config.enable_prefix_caching else 0
+    wanted = config.scheduler_config.max_num_seqs * (per_request + num_snapshots)
     available = executor.determine_available_memory()
     num_kv_blocks = config.cache_config.num_kv_blocks
     if num_kv_blocks is not None:
@@ -113,13 +114,19 @@ def _choose_num_slots(
     else:
         limit = available // 2 if bytes_per_block > 0 else available
     num_slots = min(1 + wanted, limit // bytes_per_slot)
-    if num_slots < 2:
+    if num_slots < 1 + per_request:
         raise OutOfMemoryError(
-            f"the model keeps a recurrent state of {_mib(bytes_per_slot)} per request, and two "
-            f"are needed at least, but only {_mib(max(0, limit))} may be used for them; raise "
-            "kv_cache_memory_bytes or memory_utilization, or lower num_kv_blocks"
+            f"the model keeps a recurrent state of {_mib(bytes_per_slot)} per request, and "
+            f"{1 + per_request} are needed at least, but only {_mib(max(0, limit))} may be used "
+            "for them; raise kv_cache_memory_bytes or memory_utilization, or lower num_kv_blocks "
+            "or num_speculative_tokens"
         )
     return num_slots
+
+
+def _slots_per_request(config: EngineConfig) -> int:
+    spec = config.speculative_config
+    return 1 + (spec.num_speculative_tokens if spec is not None else 0)
 
 
 def _choose_num_blocks(

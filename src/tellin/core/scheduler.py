@@ -320,6 +320,7 @@ class Scheduler:
             self.encoder_inputs.take_freed(),
             plan.state_copies,
             states.plan_saves(plan) if states is not None else [],
+            states.take_moves() if states is not None else {},
         )
 
     def update_from_output(
@@ -333,7 +334,7 @@ class Scheduler:
         if self._checker is not None:
             self._checker.results(plan, model_output)
         outputs = self.results.apply(plan, model_output)
-        if self.kv_cache_manager.states is not None:
+        if self.kv_cache_manager.states is not None and plan.num_total:
             self.kv_cache_manager.states.publish(self.kv_cache_manager.pool)
         self.plan = None
         if self._checker is not None:

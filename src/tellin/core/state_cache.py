@@ -5,7 +5,8 @@ size per request. It cannot be cut back to an earlier position, so the prefix ca
 needs, beside the KV blocks, *snapshots*: states after a whole number of blocks, kept under the hash
 of the last one. Every slot but the null slot is free, a running request's, a snapshot, or, while
 a step is in flight, about to become a snapshot. Running requests go first: the least recently used
-snapshot gives its slot away. Works on slot ids alone and never sees the memory behind them.
+snapshot gives its slot away. Drafts have a slot each while they are checked: the request goes on in
+the slot of the last right one. Works on slot ids alone and never sees the memory behind them.
 """
 
 from __future__ import annotations
@@ -46,8 +47,20 @@ class _Save:
     is_decode: bool = False
 
 
+@dataclass(slots=True)
+class _Drafts:
+    """Drafts that the step in flight checks: slot i has the state after ``first + i`` tokens."""
+
+    request: Request
+    first: int
+    slots: list[int]
+
+
 class StateCacheManager:
-    """``num_slots`` slots, the null slot included, for at most ``num_slots - 1`` requests."""
+    """``num_slots`` slots, the null slot included.
+
+    They must suffice for all requests that may run at once, each with the most drafts.
+    """
 
     def __init__(self, num_slots: int, hasher: BlockHasher, enable_caching: bool) -> None:
         if num_slots < 2:
@@ -66,6 +79,8 @@ class StateCacheManager:
         self._free = list(range(self.num_slots - 1, NULL_SLOT, -1))
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # front = evicted first
         self._saves: list[_Save] = []
+        self._drafts: list[_Drafts] = []
+        self._moved: list[Request] = []
 
     # ------------------------------------------------------------------ running requests
 
@@ -76,16 +91,13 @@ class StateCacheManager:
             ``(source, destination)`` slots that must be copied before the step runs.
 
         Raises:
-            ValueError: no slot is left: more than ``num_slots - 1`` requests run.
+            ValueError: no slot is left: more requests run than there are slots for.
         """
         source = None
         if block_hash is not None:
             source = self._snapshots[block_hash]
             self._snapshots.move_to_end(block_hash)
-        slot = self._take_slot()
-        if slot is None:
-            raise ValueError(f"all {self.num_slots - 1} state slots are taken")
-        request.state_slot = slot
+        slot = request.state_slot = self._need_slot()
         # The snapshot itself is taken over when every other slot belongs to a request.
         return [] if source is None or source == slot else [(source, slot)]
 
@@ -94,6 +106,18 @@ class StateCacheManager:
         if request.state_slot != -1:
             self._free.append(request.state_slot)
         forget_state(request)
+
+    def take_moves(self) -> dict[str, int]:
+        """Requests whose slot is another one since the workers were told last."""
+        if not self._moved:
+            return {}
+        return {r.request_id: r.state_slot for r in self._moved if r.state_slot != -1}
+
+    def _need_slot(self) -> int:
+        slot = self._take_slot()
+        if slot is None:
+            raise ValueError(f"all {self.num_slots - 1} state slots are taken")
+        return slot
 
     def _take_slot(self) -> int | None:
         if self._free:
@@ -133,16 +157,33 @@ class StateCacheManager:
         return True
 
     def plan_saves(self, plan: StepPlan) -> list[tuple[str, int, int]]:
-        """Snapshots that a step is to make; call it when everything else of the step is decided.
+        """States that a step is to keep; call it when everything else of the step is decided.
 
         Returns:
-            ``(request id, number of tokens, slot)``, in the order of requests, then of tokens.
+            ``(request id, number of tokens, slot)``, by requests, each by tokens.
         """
-        if not self.enable_caching:
-            return []
-        size = self._block_size
         result: list[tuple[str, int, int]] = []
+        if plan.spec_token_ids:
+            self._plan_drafts(plan, result)
+        if self.enable_caching:
+            self._plan_snapshots(plan, result)
+        return result
+
+    def _plan_drafts(self, plan: StepPlan, result: list[tuple[str, int, int]]) -> None:
         for request in plan.requests:
+            count = len(plan.spec_token_ids.get(request.request_id, ()))
+            if count:
+                first = request.num_computed_tokens - count
+                drafts = _Drafts(request, first, [self._need_slot() for _ in range(count)])
+                self._drafts.append(drafts)
+                for i, slot in enumerate(drafts.slots):
+                    result.append((request.request_id, first + i, slot))
+
+    def _plan_snapshots(self, plan: StepPlan, result: list[tuple[str, int, int]]) -> None:
+        size = self._block_size
+        for request in plan.requests:
+            if request.request_id in plan.spec_token_ids:
+                continue  # what of it is right is not known before `publish`
             end = request.num_computed_tokens
             start = end - plan.num_scheduled_tokens[request.request_id]
             if end - start == 1 and end == request.num_tokens:
@@ -159,7 +200,6 @@ class StateCacheManager:
                     self._plan(request, last, result)
             elif end // size * size - request.num_saved_tokens >= self.checkpoint_tokens:
                 self._plan(request, end // size * size, result, is_checkpoint=True)
-        return result
 
     def _plan(
         self,
@@ -170,27 +210,40 @@ class StateCacheManager:
         is_checkpoint: bool = False,
         is_decode: bool = False,
     ) -> None:
-        self._hasher.extend(request)
-        block_hash = request.block_hashes[num_tokens // self._block_size - 1]
-        request.num_saved_tokens = num_tokens
-        if block_hash in self._snapshots:
-            if not is_checkpoint:
-                self._snapshots.move_to_end(block_hash)
+        block_hash = self._wanted(request, num_tokens, is_checkpoint)
+        if block_hash is None:
             return
-        if any(save.block_hash == block_hash for save in self._saves):
-            return
-        slot = None
-        if is_decode and request.decode_snapshot is not None:
-            slot = self._snapshots.pop(request.decode_snapshot, None)
-            request.decode_snapshot = None
+        slot = self._give_up_decode(request) if is_decode else None
         if slot is None:
             slot = self._take_slot()
         if slot is not None:
             self._saves.append(_Save(request, block_hash, slot, is_checkpoint, is_decode))
             result.append((request.request_id, num_tokens, slot))
 
+    def _wanted(self, request: Request, num_tokens: int, is_checkpoint: bool) -> bytes | None:
+        """Hash of a snapshot, unless there is one already."""
+        self._hasher.extend(request)
+        block_hash = request.block_hashes[num_tokens // self._block_size - 1]
+        request.num_saved_tokens = num_tokens
+        if block_hash in self._snapshots:
+            if not is_checkpoint:
+                self._snapshots.move_to_end(block_hash)
+            return None
+        if any(save.block_hash == block_hash for save in self._saves):
+            return None
+        return block_hash
+
+    def _give_up_decode(self, request: Request) -> int | None:
+        """The slot of the snapshot that a request left in decoding, if it is still there."""
+        block_hash, request.decode_snapshot = request.decode_snapshot, None
+        return None if block_hash is None else self._snapshots.pop(block_hash, None)
+
     def publish(self, pool: BlockPool) -> None:
-        """The step ran and its KV blocks are published: so are the snapshots it made."""
+        """A step with tokens ran and its KV blocks are published: so are the snapshots it made."""
+        self._moved = []
+        for drafts in self._drafts:
+            self._settle(drafts)
+        self._drafts = []
         for save in self._saves:
             has_block = pool.get_cached_block(save.block_hash) is not None
             if save.request.status in _LOST or not has_block:
@@ -203,8 +256,33 @@ class StateCacheManager:
                 save.request.decode_snapshot = save.block_hash
         self._saves = []
 
+    def _settle(self, drafts: _Drafts) -> None:
+        """Move a request to the slot of its last right draft; keep what ends a block for later."""
+        request, slots = drafts.request, drafts.slots
+        index = request.num_computed_tokens - drafts.first
+        if request.state_slot != -1 and index < len(slots):
+            request.state_slot, slots[index] = slots[index], request.state_slot
+            self._moved.append(request)
+        num_right = min(request.num_computed_tokens, request.num_tokens)
+        for i, slot in enumerate(slots):
+            position = drafts.first + i
+            is_end = position < num_right and position % self.decode_tokens == 0
+            block_hash = None
+            if is_end and self.enable_caching:
+                block_hash = self._wanted(request, position, is_checkpoint=False)
+            if block_hash is None:
+                self._free.append(slot)
+                continue
+            old = self._give_up_decode(request)
+            if old is not None:
+                self._free.append(old)
+            self._saves.append(_Save(request, block_hash, slot, is_decode=True))
+
     def drop_saves(self) -> None:
         """The step did not run."""
+        for drafts in self._drafts:
+            self._free += drafts.slots
+        self._drafts = []
         self._free += [save.slot for save in self._saves]
         self._saves = []
 
@@ -228,6 +306,7 @@ class StateCacheManager:
     def check(self, running: Iterable[Request], pool: BlockPool) -> None:
         """Every slot has exactly one use; raises AssertionError. Call it between steps."""
         assert not self._saves, "a snapshot is neither published nor dropped"
+        assert not self._drafts, "drafts are not settled"
         owners = [request.state_slot for request in running]
         used = [NULL_SLOT, *owners, *self._free, *self._snapshots.values()]
         assert sorted(used) == list(range(self.num_slots)), f"state slots in use: {sorted(used)}"

@@ -135,6 +135,9 @@ class InputBatch:
             resumed = {data.req_id for data in step.scheduled_cached_reqs if data.resumed}
             leaving = [r for r in self._row_of if r not in scheduled or r in resumed]
             removed.extend(self._row_of.pop(req_id) for req_id in leaving)
+        for req_id, slot in step.state_moves.items():
+            if req_id in self.states:
+                self.state_slots[self.states[req_id].slot] = slot
         new_states = [self._add(data) for data in step.scheduled_new_reqs]
         self._update_cached(step.scheduled_cached_reqs, entering)
         entering.extend(new_states)

@@ -82,6 +82,7 @@ class SteadyDecode:
             or step.scheduled_spec_decode_tokens
             or step.kv_block_copies
             or step.state_copies
+            or step.state_moves
             or self._num_steps >= self._steps_left
         ):
             return False
