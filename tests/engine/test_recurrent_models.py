@@ -16,12 +16,11 @@ import pytest
 
 from tellin.config import EngineArgs
 from tellin.engine.llm_engine import LLMEngine
-from tellin.exceptions import UnsupportedFeatureError
 from tellin.sampling_params import RequestOutputKind, SamplingParams
 from tests.models.gated_delta import write_checkpoint
 from tests.models.tiny_hybrids import write_tiny_hybrid
 
-BACKEND = "reference"
+BACKEND = "native"
 MAX_MODEL_LEN = 192
 MODELS: dict[str, Callable[[Path], Path]] = {
     "lfm2": lambda folder: write_tiny_hybrid(folder, "lfm2"),
@@ -117,11 +116,41 @@ def alone(model: Path) -> list[Any]:
     return results
 
 
+def draft_from(engine: LLMEngine, alone: list[Any]) -> None:
+    """Drafts are what will come, but for the last of them now and then."""
+    runner = engine.engine_core.engine_core.executor.worker.runner  # type: ignore[attr-defined]
+    texts = [
+        case.prompt + list(ids)
+        for case, (outputs, _) in zip(cases(), alone, strict=True)
+        for ids, _ in outputs
+    ]
+
+    def propose(slots: Any, num_drafts: Any) -> list[list[int]]:
+        drafts = []
+        for slot, limit in zip(slots.tolist(), num_drafts.tolist(), strict=True):
+            known = runner.batch.token_ids[slot, : runner.batch.num_tokens[slot]].tolist()
+            ahead = [t[len(known) :] for t in texts if t[: len(known)] == known]
+            ids = ahead[0][:limit] if ahead else []
+            if ids and len(known) % 3:
+                ids[-1] ^= 1
+            drafts.append(ids)
+        return drafts
+
+    runner.drafter.propose = propose
+
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     "together": {},
     "in chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 8},
     "preempted": {"num_kv_blocks": 24, "max_num_batched_tokens": 100, "max_num_seqs": 6},
     "without a cache": {"num_kv_blocks": 24, "enable_prefix_caching": False},
+    "speculation": {
+        "speculative_config": {
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "adaptive": False,
+        }
+    },
     "few states": {"max_num_seqs": 2, "long_prefill_token_threshold": 20},
 }
 
@@ -131,6 +160,8 @@ def test_promise_1_of_recurrent_models(model: Path, alone: list[Any], scenario: 
     """2.7.4: the same bits in any company, in any chunks, after preemption, a prefix hit, sleep."""
     options = SCENARIOS[scenario]
     engine = make_engine(model, **options)
+    if "speculative_config" in options:
+        draft_from(engine, alone)
     for seed in range(2):  # the second time with what the prefix cache holds
         results, num_cached = run(engine, seed, with_sleep=seed == 0)
         assert len(results) > len(alone) // 2
@@ -138,6 +169,11 @@ def test_promise_1_of_recurrent_models(model: Path, alone: list[Any], scenario: 
             assert found == alone[number], f"case {number} of {scenario}, seed {seed}"
         assert (num_cached > 60) == options.get("enable_prefix_caching", True)
     counts = Counter({m.name: m.value for m in engine.get_metrics() if hasattr(m, "value")})
+    if "speculative_config" in options:
+        accepted, drafted = (
+            counts[f"tellin:spec_decode_num_{n}_tokens"] for n in ("accepted", "draft")
+        )
+        assert 0 < accepted < drafted
     if "num_kv_blocks" in options:
         assert counts["tellin:num_preemptions"] > 0
     engine.shutdown()
@@ -168,8 +204,3 @@ def test_a_conversation_goes_on_from_what_was_kept_while_decoding(model: Path) -
         ids = [*ids, *found[0], 5]
     assert cached == [0, 64, 112]  # 40, 80 and 120 ids, of which all but the last one or two ran
     engine.shutdown()
-
-
-def test_speculation_with_a_recurrent_model_is_refused(model: Path) -> None:
-    with pytest.raises(UnsupportedFeatureError, match="speculative_config is not supported"):
-        make_engine(model, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
