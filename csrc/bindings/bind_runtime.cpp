@@ -318,10 +318,10 @@ void bind_runtime(nb::module_& m) {
            "offset"_a)
       .def(
           "add_kv_layer",
-          [](BoundProgram& p, int64_t heads, int64_t head_dim) {
-            return p.program.add_kv_layer(heads, head_dim);
+          [](BoundProgram& p, int64_t heads, int64_t head_dim, int64_t value_dim) {
+            return p.program.add_kv_layer(heads, head_dim, value_dim > 0 ? value_dim : head_dim);
           },
-          "num_kv_heads"_a, "head_dim"_a)
+          "num_kv_heads"_a, "head_dim"_a, "value_dim"_a = 0)
       .def(
           "add_rotary",
           [](BoundProgram& p, std::vector<double> inv_freq, float factor) {
@@ -352,6 +352,15 @@ void bind_runtime(nb::module_& m) {
           },
           "x"_a, "parts"_a, "residual"_a)
       .def(
+          "head_linear",
+          [](BoundProgram& p, int x, int weight, int out, int64_t num_heads) {
+            p.program.head_linear(x, weight, out, num_heads);
+          },
+          "x"_a, "weight"_a, "out"_a, "num_heads"_a)
+      .def(
+          "concat", [](BoundProgram& p, int x, int y, int out) { p.program.concat(x, y, out); }, "x"_a, "y"_a,
+          "out"_a)
+      .def(
           "gated_linear",
           [](BoundProgram& p, int x, const PartTuple& gate, const PartTuple& up, int out,
              const std::string& act) {
@@ -362,32 +371,32 @@ void bind_runtime(nb::module_& m) {
           "experts",
           [](BoundProgram& p, int x, int router, const ExpertPair& gate, const ExpertPair& up,
              const ExpertPair& down, int out, const std::string& act, int64_t top_k, bool normalize,
-             bool sigmoid, int selection_bias, float scale, int scales) {
+             bool sigmoid, int selection_bias, float scale, int scales, int64_t groups, int64_t top_groups) {
             p.program.experts(x, router, expert_parts(gate), expert_parts(up), expert_parts(down), out,
                               activation_named(act),
-                              {top_k, sigmoid, normalize, selection_bias, scale, scales});
+                              {top_k, sigmoid, normalize, selection_bias, scale, scales, groups, top_groups});
           },
           "x"_a, "router"_a, "gate"_a, "up"_a, "down"_a, "out"_a, "act"_a, "top_k"_a, "normalize"_a,
-          "sigmoid"_a = false, "selection_bias"_a = -1, "scale"_a = 1.0f, "scales"_a = -1)
+          "sigmoid"_a = false, "selection_bias"_a = -1, "scale"_a = 1.0f, "scales"_a = -1, "groups"_a = 1,
+          "top_groups"_a = 1)
       .def(
           "gate_rows", [](BoundProgram& p, int x, int gate, int out) { p.program.gate_rows(x, gate, out); },
           "x"_a, "gate"_a, "out"_a)
       .def(
           "rope",
-          [](BoundProgram& p, int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved) {
-            p.program.rope(x, rotary, num_heads, head_dim, interleaved);
-          },
-          "x"_a, "rotary"_a, "num_heads"_a, "head_dim"_a, "interleaved"_a)
+          [](BoundProgram& p, int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved,
+             int64_t offset) { p.program.rope(x, rotary, num_heads, head_dim, interleaved, offset); },
+          "x"_a, "rotary"_a, "num_heads"_a, "head_dim"_a, "interleaved"_a, "offset"_a = 0)
       .def(
           "attention",
           [](BoundProgram& p, int q, int k, int v, int out, int layer, int64_t num_heads,
              int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window, float softcap, bool causal,
-             int sinks) {
-            p.program.attention(q, k, v, out, layer, num_heads, num_kv_heads, head_dim, scale, window,
-                                softcap, causal, sinks);
+             int sinks, int64_t value_dim) {
+            p.program.attention(q, k, v, out, layer, num_heads, num_kv_heads, head_dim,
+                                value_dim > 0 ? value_dim : head_dim, scale, window, softcap, causal, sinks);
           },
           "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
-          "window"_a, "softcap"_a, "causal"_a, "sinks"_a = -1)
+          "window"_a, "softcap"_a, "causal"_a, "sinks"_a = -1, "value_dim"_a = 0)
       .def(
           "add_state_layer",
           [](BoundProgram& p, int64_t num_values) { return p.program.add_state_layer(num_values); },

@@ -45,7 +45,8 @@ int64_t AttentionShape::tile_tokens() const {
 
 bool AttentionShape::operator==(const AttentionShape& other) const {
   return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim &&
-         window == other.window && causal == other.causal;
+         value_dim == other.value_dim && sharing == other.sharing && window == other.window &&
+         causal == other.causal;
 }
 
 // ---- work list
@@ -102,7 +103,7 @@ void AttentionSchedule::build(const std::vector<RequestRows>& requests) {
     }
   }
   const auto state_bytes =
-      static_cast<size_t>(num_states * shape_.tile_rows() * (shape_.head_dim + kStatePadding)) *
+      static_cast<size_t>(num_states * shape_.tile_rows() * (shape_.value_dim + kStatePadding)) *
       sizeof(float);
   if (state_bytes > states_.size())
     states_ = MappedMemory(state_bytes + state_bytes / 2, /*huge_pages=*/false);
@@ -116,7 +117,7 @@ void AttentionSchedule::build(const std::vector<RequestRows>& requests) {
 float* AttentionSchedule::states(const Item& item, int64_t kv_head, int64_t partition) {
   const int64_t index = item.state + kv_head * item.partitions + partition;
   return reinterpret_cast<float*>(states_.data()) +
-         index * shape_.tile_rows() * (shape_.head_dim + kStatePadding);
+         index * shape_.tile_rows() * (shape_.value_dim + kStatePadding);
 }
 
 bool AttentionSchedule::report(const Item& item, int64_t kv_head) {
@@ -131,10 +132,11 @@ bool AttentionSchedule::report(const Item& item, int64_t kv_head) {
 void AttentionScratch::reserve(const AttentionShape& shape) {
   const auto rows = static_cast<size_t>(shape.tile_rows());
   const auto head_dim = static_cast<size_t>(shape.head_dim);
+  const auto value_dim = static_cast<size_t>(shape.value_dim);
   rows_ = std::max(rows_, rows);
   q_floats_ = std::max(q_floats_, rows * head_dim);
-  state_floats_ = std::max(state_floats_, rows * (head_dim + kStatePadding));
-  const KvLayout widest = expanded_layout(kv_layout(KvDtype::kInt8, shape.head_dim));
+  state_floats_ = std::max(state_floats_, rows * (value_dim + kStatePadding));
+  const KvLayout widest = expanded_layout(kv_layout(KvDtype::kInt8, shape.head_dim, shape.value_dim));
   panel_bytes_ = std::max(panel_bytes_, static_cast<size_t>(widest.tile_bytes * kPartitionTiles));
 }
 
@@ -179,8 +181,9 @@ AttentionStage::AttentionStage(const KernelTables& kernels, const AttentionShape
       pool_(pool),
       layer_(layer),
       scratch_(scratch),
-      panel_layout_(expanded_layout(shape.causal ? pool->layers()[static_cast<size_t>(layer)].layout
-                                                 : kv_layout(KvDtype::kFloat32, shape.head_dim))) {}
+      panel_layout_(expanded_layout(shape.causal
+                                        ? pool->layers()[static_cast<size_t>(layer)].layout
+                                        : kv_layout(KvDtype::kFloat32, shape.head_dim, shape.value_dim))) {}
 
 int64_t AttentionStage::prepare(const Pass& pass) noexcept {
   schedule_ = pass.schedules[shape_index_].get();
@@ -206,7 +209,7 @@ void AttentionStage::run(int64_t task_index, int member) noexcept {
       states = schedule_->states(item, task.kv_head, p);
       if (p == 0) running = states;
     }
-    if (p > 0) kernels_.attention->fold(rows, shape_.head_dim, states, running);
+    if (p > 0) kernels_.attention->fold(rows, shape_.value_dim, states, running);
   }
   if (sinks_ != nullptr) add_sinks(item, task.kv_head, running);
   write_out(item, task.kv_head, running, scratch);
@@ -257,7 +260,7 @@ int64_t AttentionStage::cached_tiles(const Item& item, int64_t kv_head, int64_t 
   const TileRange range = visible_tiles(item, partition);
   for (int64_t tile = range.first; tile < range.last; ++tile) {
     const int64_t block = item.request->block_table[tile / pool_->tiles_per_block()];
-    *tiles++ = pool_->tile(layer, block, kv_head, tile);
+    *tiles++ = pool_->tile(layer, block, kv_head / shape_.sharing, tile);
   }
   return range.last - range.first;
 }
@@ -323,19 +326,19 @@ void AttentionStage::expand_rows(const Item& item, int64_t kv_head, int64_t part
   const int64_t first =
       item.request->begin + (item.first_partition + partition) * kPartition + tile * kTilePositions;
   const int64_t last = std::min(first + kTilePositions, item.request->end);
-  const int64_t column = kv_head * shape_.head_dim;
+  const int64_t head = kv_head / shape_.sharing;
   for (int64_t row = first; row < last; ++row) {
-    kernels_.attention->kv_store(panel_layout_, buffers_.k->row(row) + column, buffers_.v->row(row) + column,
-                                 row - first, out);
+    kernels_.attention->kv_store(panel_layout_, buffers_.k->row(row) + head * shape_.head_dim,
+                                 buffers_.v->row(row) + head * shape_.value_dim, row - first, out);
   }
 }
 
 // A sink takes its share of the weights and adds no value.
 void AttentionStage::add_sinks(const Item& item, int64_t kv_head, float* running) const {
   const int64_t group = shape_.group();
-  const int64_t stride = shape_.head_dim + kStatePadding;
+  const int64_t stride = shape_.value_dim + kStatePadding;
   for (int64_t row = 0; row < item.num_tokens * group; ++row) {
-    float* const state = running + row * stride + shape_.head_dim;  // maximum, sum
+    float* const state = running + row * stride + shape_.value_dim;  // maximum, sum
     state[1] += std::exp2(sinks_[kv_head * group + row % group] * kLog2E - state[0]);
   }
 }
@@ -344,16 +347,16 @@ void AttentionStage::add_sinks(const Item& item, int64_t kv_head, float* running
 void AttentionStage::write_out(const Item& item, int64_t kv_head, const float* running,
                                AttentionScratch& scratch) const {
   const int64_t group = shape_.group();
-  const int64_t stride = shape_.head_dim + kStatePadding;
-  const int64_t columns = group * shape_.head_dim;
+  const int64_t stride = shape_.value_dim + kStatePadding;
+  const int64_t columns = group * shape_.value_dim;
   const int64_t column = kv_head * columns, end = item.first_token + item.num_tokens;
   float* const values = keeps_values_ ? buffers_.out->base : scratch.q - item.first_token * columns - column;
   const int64_t ldo = keeps_values_ ? buffers_.out->stride : columns;
   for (int64_t t = 0; t < item.num_tokens; ++t) {
     float* out = values + (item.first_token + t) * ldo + column;
     for (int64_t g = 0; g < group; ++g) {
-      kernels_.attention->finish(shape_.head_dim, running + (t * group + g) * stride,
-                                 out + g * shape_.head_dim);
+      kernels_.attention->finish(shape_.value_dim, running + (t * group + g) * stride,
+                                 out + g * shape_.value_dim);
     }
   }
   quantize_columns(kernels_, output_precisions_, *buffers_.out, values, ldo, item.first_token, end, column,
@@ -361,7 +364,7 @@ void AttentionStage::write_out(const Item& item, int64_t kv_head, const float* r
 }
 
 bool AttentionStage::quantize_output(const Buffer& out, ActPrecision precision) {
-  if (&out != buffers_.out || shape_.group() * shape_.head_dim % kActBlock != 0) return false;
+  if (&out != buffers_.out || shape_.group() * shape_.value_dim % kActBlock != 0) return false;
   output_precisions_.push_back(precision);
   return true;
 }

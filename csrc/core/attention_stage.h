@@ -16,8 +16,12 @@ namespace tellin {
 // What the work list of a layer depends on; layers of equal shape share it.
 struct AttentionShape {
   int64_t num_heads = 0;
-  int64_t num_kv_heads = 0;
+  int64_t num_kv_heads = 0;  // work is cut by these
   int64_t head_dim = 0;
+  int64_t value_dim = 0;
+  // Of them that read one head of the cache: where many query heads share one, parts of them are worked on
+  // apart, so that there is work for all members.
+  int64_t sharing = 1;
   int64_t window = 0;  // 0 = none
   bool causal = true;
 
@@ -76,7 +80,7 @@ class AttentionScratch {
 
   float* q = nullptr;          // [rows, head_dim]
   float* scores = nullptr;     // [kScratchRows, kPartition]
-  float* states = nullptr;     // [rows, head_dim + kStatePadding]
+  float* states = nullptr;     // [rows, value_dim + kStatePadding]
   float* running = nullptr;    // the same
   uint8_t* panel = nullptr;    // kPartitionTiles expanded tiles
   int16_t* q_codes = nullptr;  // [rows, head_dim], and

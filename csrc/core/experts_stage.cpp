@@ -113,6 +113,28 @@ void ExpertsState::pick(const float* keys, Choice* chosen) const noexcept {
   std::sort(chosen, chosen + top_k, [](const Choice& a, const Choice& b) { return a.expert < b.expert; });
 }
 
+// Keys of groups that are not chosen become less than any other; of equally good groups the first are.
+void ExpertsState::hide_groups(const ExpertsRouting& routing, float* keys) const noexcept {
+  const int64_t size = shape.num_experts / routing.groups;
+  float best[kMaxExperts];
+  for (int64_t g = 0; g < routing.groups; ++g) {
+    float first = -std::numeric_limits<float>::infinity(), second = first;
+    for (int64_t e = g * size; e < (g + 1) * size; ++e) {
+      second = std::max(second, std::min(first, keys[e]));
+      first = std::max(first, keys[e]);
+    }
+    best[g] = routing.sigmoid ? first + second : first;
+  }
+  for (int64_t g = 0; g < routing.groups; ++g) {
+    int64_t better = 0;
+    for (int64_t other = 0; other < routing.groups; ++other) {
+      better += best[other] > best[g] || (best[other] == best[g] && other < g);
+    }
+    if (better < routing.top_groups) continue;
+    std::fill(keys + g * size, keys + (g + 1) * size, -std::numeric_limits<float>::infinity());
+  }
+}
+
 // False: there are no shares, for a logit is not a number, or the largest is infinite.
 bool ExpertsState::share_logits(const float* logits, bool normalize, Choice* chosen) const noexcept {
   pick(logits, chosen);
@@ -155,6 +177,7 @@ bool ExpertsState::share_scores(const float* logits, const ExpertsRouting& routi
     if (!routing.sigmoid) scores[e] /= total;
     keys[e] = routing.bias == nullptr ? scores[e] : scores[e] + routing.bias[e];
   }
+  if (routing.groups != routing.top_groups) hide_groups(routing, keys);
   pick(keys, chosen);
   total = 0.0f;
   for (int64_t i = 0; i < shape.top_k; ++i) {

@@ -34,9 +34,12 @@ struct ExpertsRouting {
   const float* bias = nullptr;    // added to scores to choose by, not to shares
   float scale = 1.0f;             // of shares, at last, and
   const float* scales = nullptr;  // of each expert's
+  // Experts are chosen from the `top_groups` best of `groups`. A group is as good as its largest key, or with
+  // sigmoid as the sum of its two largest.
+  int64_t groups = 1, top_groups = 1;
 
   // Scores in the order of the logits, so that those of experts that are not chosen need not be known.
-  bool is_plain() const { return !sigmoid && bias == nullptr; }
+  bool is_plain() const { return !sigmoid && bias == nullptr && groups == top_groups; }
 };
 
 // Who works on which rows, and memory for what lies between stages. Operations of one shape share it, for
@@ -96,6 +99,7 @@ class ExpertsState {
   };
   int64_t max_tasks(int64_t rows) const;
   void pick(const float* keys, Choice* chosen) const noexcept;
+  void hide_groups(const ExpertsRouting& routing, float* keys) const noexcept;
   bool share_logits(const float* logits, bool normalize, Choice* chosen) const noexcept;
   bool share_scores(const float* logits, const ExpertsRouting& routing, Choice* chosen) const noexcept;
 

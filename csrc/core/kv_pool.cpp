@@ -11,16 +11,16 @@ int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-KvLayout make_layout(KvDtype dtype, int64_t head_dim, bool scales) {
+KvLayout make_layout(KvDtype dtype, int64_t head_dim, int64_t value_dim, bool scales) {
   const int64_t bytes = dtype == KvDtype::kFloat32 ? 4 : (dtype == KvDtype::kInt8 ? 1 : 2);
-  const int64_t array_bytes =
-      head_dim * kTilePositions * bytes;  // head_dim % 8 == 0: a multiple of 64 but for int8
-  KvLayout layout{dtype, head_dim, array_bytes, 0, 2 * array_bytes};
+  const int64_t key_bytes = head_dim * kTilePositions * bytes;  // a multiple of 64 but for int8
+  const int64_t value_bytes = value_dim * kTilePositions * bytes;
+  KvLayout layout{dtype, head_dim, value_dim, key_bytes, 0, key_bytes + value_bytes};
   if (scales) {
     layout.scale_offset = layout.tile_bytes;
     layout.tile_bytes +=
         (dtype == KvDtype::kInt16 ? 1 : 2) * kTilePositions * static_cast<int64_t>(sizeof(float));
-  } else if (head_dim % 16 != 0) {
+  } else if (value_dim % 16 != 0) {
     layout.tile_bytes += 64;  // the last row of V is read as whole vectors of up to 16 values
   }
   layout.tile_bytes = round_up(layout.tile_bytes, 64);
@@ -29,12 +29,13 @@ KvLayout make_layout(KvDtype dtype, int64_t head_dim, bool scales) {
 
 }  // namespace
 
-KvLayout kv_layout(KvDtype dtype, int64_t head_dim) {
-  return make_layout(dtype, head_dim, dtype == KvDtype::kInt8 || dtype == KvDtype::kInt16);
+KvLayout kv_layout(KvDtype dtype, int64_t head_dim, int64_t value_dim) {
+  return make_layout(dtype, head_dim, value_dim > 0 ? value_dim : head_dim,
+                     dtype == KvDtype::kInt8 || dtype == KvDtype::kInt16);
 }
 
 KvLayout expanded_layout(const KvLayout& layout) {
-  return make_layout(KvDtype::kFloat32, layout.head_dim, layout.scale_offset != 0);
+  return make_layout(KvDtype::kFloat32, layout.head_dim, layout.value_dim, layout.scale_offset != 0);
 }
 
 KvPool::KvPool(int64_t block_size, KvDtype dtype)
@@ -44,8 +45,8 @@ KvPool::KvPool(int64_t block_size, KvDtype dtype)
   }
 }
 
-void KvPool::add_layer(int64_t num_kv_heads, int64_t head_dim) {
-  const KvLayout layout = kv_layout(dtype_, head_dim);
+void KvPool::add_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim) {
+  const KvLayout layout = kv_layout(dtype_, head_dim, value_dim);
   layers_.push_back({num_kv_heads, layout, block_bytes_});
   block_bytes_ += num_kv_heads * tiles_per_block_ * layout.tile_bytes;
 }

@@ -9,6 +9,10 @@
 namespace tellin {
 namespace {
 
+// Query heads of one kv head that are worked on together, at most if they can be cut so: a block of the
+// attention kernels.
+constexpr int64_t kGroupHeads = 8;
+
 void require_like(const Buffer& a, const Buffer& b) {
   require(a.width == b.width, "operands must have the same width, not " + std::to_string(a.width) + " and " +
                                   std::to_string(b.width));
@@ -171,7 +175,7 @@ void Program::layer_norm(int x, int weight, int bias, int out, float eps) {
   state_->append(op, *op.out);
 }
 
-void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved) {
+void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved, int64_t offset) {
   RowOp op = make(RowOp::Kind::kRope);
   op.x = &state_->buffer(x);
   require_tokens(*op.x);
@@ -180,7 +184,8 @@ void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool 
   State::Rotary& table = state_->rotaries[static_cast<size_t>(rotary)];
   require(num_heads > 0 && head_dim > 0 && num_heads * head_dim == op.x->width,
           "rope: the width must be num_heads * head_dim");
-  require(table.angles->width <= head_dim, "rope: more frequencies than pairs in a head");
+  require(offset >= 0 && offset + table.angles->width <= head_dim,
+          "rope: more frequencies than pairs in a head");
   if (!table.computed) {
     RowOp angles = make(RowOp::Kind::kAngles);
     angles.out = table.angles;
@@ -193,6 +198,7 @@ void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool 
   op.group = head_dim;
   op.count = num_heads;
   op.interleaved = interleaved;
+  op.offset = offset;
   state_->append(op, *op.x);
 }
 
@@ -236,6 +242,18 @@ void Program::add(int x, int y, int out) {
   op.out = &state_->buffer(out);
   require_like(*op.x, *op.y);
   require_like(*op.x, *op.out);
+  state_->append(op, *op.out);
+}
+
+void Program::concat(int x, int y, int out) {
+  RowOp op = make(RowOp::Kind::kConcat);
+  op.x = &state_->buffer(x);
+  op.y = &state_->buffer(y);
+  op.out = &state_->buffer(out);
+  require(op.out != op.x && op.out != op.y, "concat: the output must be a buffer of its own");
+  require(op.x->width + op.y->width == op.out->width, "concat: the output must be as wide as both operands");
+  require(op.x->rows == op.out->rows && op.y->rows == op.out->rows,
+          "operands must have the same kind of rows");
   state_->append(op, *op.out);
 }
 
@@ -395,8 +413,8 @@ void Program::add_linear(Buffer& input, std::vector<LinearPart> parts) {
 }
 
 void Program::attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
-                        int64_t head_dim, float scale, int64_t window, float softcap, bool causal,
-                        int sinks) {
+                        int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap,
+                        bool causal, int sinks) {
   require(!state_->finalized, "the program is final");
   Buffer& query = state_->buffer(q);
   Buffer* const key = k < 0 ? nullptr : &state_->buffer(k);
@@ -406,31 +424,36 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
   require(writes || (causal && key == value), "attention: without k and v it must be causal");
   require(num_kv_heads > 0 && num_heads > 0 && num_heads % num_kv_heads == 0,
           "attention: num_heads must be a multiple of num_kv_heads");
-  require(head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0,
-          "attention: head_dim must be a multiple of 8, at most 512");
-  require(query.width == num_heads * head_dim && target.width == query.width,
-          "attention: q and out must have num_heads * head_dim columns");
-  for (const Buffer* buffer : {key, value}) {
-    if (buffer == nullptr) continue;
-    require(buffer->width == num_kv_heads * head_dim,
-            "attention: k and v must have num_kv_heads * head_dim columns");
-    require_tokens(*buffer);
+  require(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % 8 == 0,
+          "attention: head_dim must be a multiple of 8, at most " + std::to_string(kMaxHeadDim));
+  require(value_dim > 0 && value_dim <= head_dim && value_dim % 8 == 0,
+          "attention: value_dim must be a multiple of 8, at most head_dim");
+  require(query.width == num_heads * head_dim && target.width == num_heads * value_dim,
+          "attention: q and out must have num_heads * head_dim (of values) columns");
+  if (writes) {
+    require(key->width == num_kv_heads * head_dim && value->width == num_kv_heads * value_dim,
+            "attention: k and v must have num_kv_heads * head_dim (of values) columns");
+    for (const Buffer* buffer : {key, value}) require_tokens(*buffer);
   }
   for (const Buffer* buffer : {&query, &target}) require_tokens(*buffer);
   require(&target != key && &target != value && (&target != &query || causal),
           "attention: the output must be a buffer of its own");
   require(window >= 0 && softcap >= 0.0f, "attention: window and softcap must not be negative");
   AttentionShape shape;
+  const int64_t group = num_heads / num_kv_heads;
+  if (group > kGroupHeads && group % kGroupHeads == 0) shape.sharing = group / kGroupHeads;
   shape.num_heads = num_heads;
-  shape.num_kv_heads = num_kv_heads;
+  shape.num_kv_heads = num_kv_heads * shape.sharing;
   shape.head_dim = head_dim;
+  shape.value_dim = value_dim;
   shape.window = window;
   shape.causal = causal;
   if (causal) {
     require(layer >= 0 && layer < static_cast<int>(pool_.layers().size()),
             "attention: cache layer out of range");
     const KvPool::Layer& cache = pool_.layers()[static_cast<size_t>(layer)];
-    require(cache.num_kv_heads == num_kv_heads && cache.layout.head_dim == head_dim,
+    require(cache.num_kv_heads == num_kv_heads && cache.layout.head_dim == head_dim &&
+                cache.layout.value_dim == value_dim,
             "attention: the cache layer has another shape");
     state_->has_causal_attention = true;
     if (writes) {

@@ -75,6 +75,13 @@ void Program::experts(int x, int router, const ExpertParts& gate, const ExpertPa
   op.routing.bias = state_->vector(routing.bias, count);
   op.routing.scale = routing.scale;
   op.routing.scales = state_->vector(routing.scales, count);
+  const int64_t groups = routing.groups, size = groups > 0 ? count / groups : 0;
+  require(groups >= 1 && size * groups == count, "experts: there must be equally many in each group");
+  require(routing.top_groups >= 1 && routing.top_groups <= groups && routing.top_groups * size >= top_k,
+          "experts: a row must choose from 1 to all groups, with as many experts as it uses");
+  require(!routing.sigmoid || groups == 1 || size >= 2, "experts: a group must have two or more");
+  op.routing.groups = groups;
+  op.routing.top_groups = routing.top_groups;
   op.gate = expert_matrices(gate, input, 0);
   const int64_t inner = op.gate.of[0]->n;
   op.up = expert_matrices(up, input, inner);

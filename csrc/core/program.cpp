@@ -169,11 +169,13 @@ int Program::add_vector(const TensorView& tensor, float offset) {
   return static_cast<int>(state_->vectors.size()) - 1;
 }
 
-int Program::add_kv_layer(int64_t num_kv_heads, int64_t head_dim) {
+int Program::add_kv_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim) {
   require(num_kv_heads > 0 && num_kv_heads <= 4096, "num_kv_heads must be between 1 and 4096");
-  require(head_dim > 0 && head_dim <= 512 && head_dim % 8 == 0,
-          "head_dim must be a multiple of 8, at most 512");
-  pool_.add_layer(num_kv_heads, head_dim);
+  require(head_dim > 0 && head_dim <= kMaxHeadDim && head_dim % 8 == 0,
+          "head_dim must be a multiple of 8, at most " + std::to_string(kMaxHeadDim));
+  require(value_dim > 0 && value_dim <= head_dim && value_dim % 8 == 0,
+          "value_dim must be a multiple of 8, at most head_dim");
+  pool_.add_layer(num_kv_heads, head_dim, value_dim);
   return static_cast<int>(pool_.layers().size()) - 1;
 }
 

@@ -34,6 +34,8 @@ const char* name(RowOp::Kind kind) {
       return "gate_rows";
     case RowOp::Kind::kAdd:
       return "add";
+    case RowOp::Kind::kConcat:
+      return "concat";
     case RowOp::Kind::kAddBias:
       return "add_bias";
     case RowOp::Kind::kAddTable:
@@ -129,7 +131,7 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       const int64_t half = op.y->width / 2;
       const float* cosines = op.y->row(row);
       for (int64_t head = 0; head < op.count; ++head) {
-        k.rope(op.x->row(row) + head * op.group, cosines, cosines + half, half, op.interleaved);
+        k.rope(op.x->row(row) + head * op.group + op.offset, cosines, cosines + half, half, op.interleaved);
       }
       return;
     }
@@ -144,6 +146,12 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
                      op.out->row(row));
     case RowOp::Kind::kAdd:
       return k.add(op.x->row(row), op.y->row(row), op.x->width, op.out->row(row));
+    case RowOp::Kind::kConcat: {
+      float* out = op.out->row(row);
+      std::memcpy(out, op.x->row(row), static_cast<size_t>(op.x->width) * sizeof(float));
+      std::memcpy(out + op.x->width, op.y->row(row), static_cast<size_t>(op.y->width) * sizeof(float));
+      return;
+    }
     case RowOp::Kind::kAddBias:
       return k.add(op.x->row(row), op.bias, op.x->width, op.x->row(row));
     case RowOp::Kind::kAddTable: {
@@ -178,10 +186,10 @@ void RowChain::store_kv(const RowOp& op, int64_t row) const {
   const KvPool::Layer& layer = pool.layers()[static_cast<size_t>(op.layer)];
   const int64_t block = pass_->slots[row] / pool.block_size();
   const int64_t offset = pass_->slots[row] % pool.block_size();
-  const int64_t head_dim = layer.layout.head_dim;
+  const int64_t head_dim = layer.layout.head_dim, value_dim = layer.layout.value_dim;
   for (int64_t head = 0; head < layer.num_kv_heads; ++head) {
     kernels_.attention->kv_store(layer.layout, op.x->row(row) + head * head_dim,
-                                 op.y->row(row) + head * head_dim, offset % kTilePositions,
+                                 op.y->row(row) + head * value_dim, offset % kTilePositions,
                                  pool.tile(layer, block, head, offset / kTilePositions));
   }
 }

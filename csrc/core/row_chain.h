@@ -23,6 +23,7 @@ struct RowOp {
     kActivation,  // out = act(x)
     kGateRows,    // out = x * sigmoid(y), y one value
     kAdd,         // out = x + y
+    kConcat,      // out = x, then y
     kAddBias,     // x += bias
     kAddTable,    // x += table[position], or of the token's type
     kScale,       // x *= factor
@@ -38,6 +39,7 @@ struct RowOp {
   const float* bias = nullptr;
   float factor = 1.0f;      // or epsilon
   int64_t group = 0;        // or head_dim
+  int64_t offset = 0;       // kRope: the first dimension of a head that is rotated
   int64_t count = 0;        // groups or heads
   int64_t weight_step = 0;  // kRmsNorm: from one group's weights to the next's; 0: they share them
   int64_t start = 0;        // kActMul

@@ -41,14 +41,16 @@ class AttentionCase:
     scale: float = 0.3
     seed: int = 0
     sinks: bool = False
+    value_dim: int | None = None
     tables: dict[str, np.ndarray] = field(default_factory=dict)
 
     def table(self, name: str) -> np.ndarray:
-        """Float32 values ``[vocab_size, heads * head_dim]`` of q, k or v."""
+        """Float32 values ``[vocab_size, heads * their dim]`` of q, k or v."""
         if name not in self.tables:
             heads = self.num_kv_heads * (self.group if name == "q" else 1)
             random = np.random.default_rng((self.seed, "qkv".index(name)))
-            values = random.standard_normal((self.vocab_size, heads * self.head_dim))
+            dim = (self.value_dim or self.head_dim) if name == "v" else self.head_dim
+            values = random.standard_normal((self.vocab_size, heads * dim))
             self.tables[name] = values.astype(np.float32)
         return self.tables[name]
 
@@ -59,7 +61,7 @@ class AttentionCase:
 
     def plan(self) -> ir.Plan:
         widths = {name: self.table(name).shape[1] for name in "qkv"}
-        widths["out"] = widths["q"]
+        widths["out"] = widths["v"] * self.group
         buffers = {
             name: ir.Buffer(i, width, TOKENS, name)
             for i, (name, width) in enumerate(widths.items())
@@ -79,9 +81,11 @@ class AttentionCase:
                 softcap=self.softcap,
                 causal=self.causal,
                 sinks=float_tensor("sinks", self.sink_scores()) if self.sinks else None,
+                value_dim=self.value_dim,
             )
         )
-        layers = (ir.KVCacheLayer(self.num_kv_heads, self.head_dim, self.window),)
+        shape = self.num_kv_heads, self.head_dim, self.window, self.value_dim
+        layers = (ir.KVCacheLayer(*shape),)
         return ir.Plan(
             architecture="attention",
             ops=tuple(ops),
@@ -103,7 +107,7 @@ class AttentionCase:
         q = self.table("q")[ids].reshape(n, self.num_kv_heads, self.group, d)
         q = stored(q, kv_dtype) if kv_dtype == "int16" else q.astype(np.float64)
         k, v = (
-            stored(self.table(name)[ids].reshape(n, self.num_kv_heads, d), kv_dtype)
+            stored(self.table(name)[ids].reshape(n, self.num_kv_heads, -1), kv_dtype)
             for name in "kv"
         )
         scores = np.einsum("qhgd,khd->hgqk", q, k) * self.scale

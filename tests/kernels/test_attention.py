@@ -37,6 +37,8 @@ CASES = {
     "group24": AttentionCase(num_kv_heads=1, group=24, head_dim=32),
     "head256": AttentionCase(num_kv_heads=1, group=4, head_dim=256),
     "head512": AttentionCase(num_kv_heads=1, group=1, head_dim=512),
+    "head576": AttentionCase(num_kv_heads=1, group=2, head_dim=576, value_dim=512),
+    "latent": AttentionCase(num_kv_heads=1, group=16, head_dim=72, value_dim=56),
     "head8": AttentionCase(group=2, head_dim=8),
     "head24": AttentionCase(group=2, head_dim=24),
     "window": AttentionCase(group=3, head_dim=32, window=100),
@@ -68,7 +70,9 @@ def test_prefill_and_decode_match_float64(isa: str, kv_dtype: str, name: str) ->
 
 @pytest.mark.parametrize("isa", VARIANTS)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("name", ["group3", "window", "softcap", "sinks", "head24", "head256"])
+@pytest.mark.parametrize(
+    "name", ["group3", "window", "softcap", "sinks", "head24", "head256", "latent"]
+)
 def test_chunks_do_not_change_bits(isa: str, kv_dtype: str, name: str) -> None:
     if isa == "portable" and name == "head256":
         return  # slow, and nothing in the portable loops depends on the width beyond head24

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from tests.models.tiny import (
     BASE,
     MAX_MODEL_LEN,
     MemorySource,
+    golden_logits,
     memory_source,
     tiny_arrays,
     tiny_source,
@@ -29,8 +29,7 @@ DECODERS = [name for name, hp in ALL_CASES.items() if hp.architecture != "bert"]
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, np.ndarray]:
-    with np.load(Path(__file__).parents[1] / "data" / "tiny_logits.npz") as stored:
-        return dict(stored)
+    return golden_logits()
 
 
 def make_backend(name: str, *, fuse: bool = True, batched: bool = False) -> ReferenceBackend:
@@ -123,7 +122,10 @@ def test_the_cache_has_a_layer_per_attention(name: str) -> None:
     for i, layer in enumerate(plan.kv_layers):
         is_global = hp.sliding_window_pattern and (i + 1) % hp.sliding_window_pattern == 0
         assert layer.sliding_window == (None if is_global else hp.sliding_window)
-        assert (layer.num_kv_heads, layer.head_dim) == (hp.num_key_value_heads, hp.head_dim)
+        shape = (hp.num_key_value_heads, hp.head_dim, None)
+        if hp.latent is not None:
+            shape = (1, hp.latent.rank + hp.latent.rope_dim, hp.latent.rank)
+        assert (layer.num_kv_heads, layer.head_dim, layer.value_dim) == shape
     assert build_plan(tiny_source("bert")).kv_layers == ()
 
 

@@ -103,7 +103,10 @@ def test_costs_count_what_is_there(name: str) -> None:
     unfused = plan_cost(build_plan(tiny_source(name), fuse=False))
     assert unfused.token_macs + unfused.logit_macs == cost.token_macs + cost.logit_macs
     layers = 0 if name == "bert" else hp.num_hidden_layers
-    assert cost.kv_values_per_token == 2 * layers * hp.num_key_value_heads * hp.head_dim
+    values = 2 * hp.num_key_value_heads * hp.head_dim
+    if hp.latent is not None:
+        values = 2 * hp.latent.rank + hp.latent.rope_dim
+    assert cost.kv_values_per_token == layers * values
 
 
 def test_a_listing_reads_no_weights_and_changes_nothing() -> None:

@@ -13,7 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
+from tellin.loading.latent import with_latents, yarn_mscale
+from tellin.loading.tensors import (
+    LatentAttention,
+    ModelHParams,
+    QuantType,
+    RopeScaling,
+    TensorRef,
+)
 
 VOCAB_SIZE = 64
 NUM_TOKENS = 20
@@ -191,17 +198,57 @@ EXPERT_CASES: dict[str, ModelHParams] = {
     ),
 }
 """Mixtures of experts."""
-ALL_CASES: dict[str, ModelHParams] = CASES | EXPERT_CASES
+LATENT = LatentAttention(rank=32, nope_dim=16, rope_dim=8, value_dim=16)
+DEEPSEEK = replace(EXPERTS, architecture="deepseek2", rope_interleaved=True, num_experts=8)
+_MSCALE = yarn_mscale(4.0, 0.7)
+LATENT_CASES: dict[str, ModelHParams] = {
+    "deepseek_v2": with_latents(
+        replace(
+            DEEPSEEK,
+            norm_topk_prob=False,
+            rope_scaling=RopeScaling(
+                "yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.0
+            ),
+        ),
+        LATENT,
+        _MSCALE,
+    ),
+    "deepseek_v2_groups": with_latents(
+        replace(DEEPSEEK, norm_topk_prob=False, expert_groups=4, expert_top_groups=2), LATENT, 1.0
+    ),
+    "deepseek_v3": with_latents(
+        replace(
+            DEEPSEEK,
+            num_experts_per_tok=3,
+            expert_scoring="sigmoid",
+            expert_scale=2.5,
+            expert_groups=4,
+            expert_top_groups=2,
+        ),
+        replace(LATENT, rank=48, value_dim=32),
+        1.0,
+    ),
+    "glm4_moe_lite": with_latents(
+        replace(DEEPSEEK, expert_scoring="sigmoid", expert_scale=1.8),
+        replace(LATENT, nope_dim=24),
+        1.0,
+    ),
+}
+"""Multi-head latent attention."""
+ALL_CASES: dict[str, ModelHParams] = CASES | EXPERT_CASES | LATENT_CASES
 DENSE_LAYERS: Mapping[str, tuple[int, ...]] = {
     "qwen3moe_some_dense": (0, 2),
     "glm4moe": (0,),
     "glm4moe_head_norms": (0,),
     "ernie": (0,),
+    **dict.fromkeys(LATENT_CASES, (0,)),
 }
 """Layers without experts."""
+Q_RANK = 32
+"""Of queries' latents, in models that score experts by sigmoids."""
 SHARED_WIDTH = 64
 """Of shared experts: two, where they are counted in experts."""
-WITH_SHARED_EXPERTS = ("ernie4_5-moe", "glm4moe", "qwen2moe")
+WITH_SHARED_EXPERTS = ("deepseek2", "ernie4_5-moe", "glm4moe", "qwen2moe")
 MAX_MODEL_LEN: Mapping[str, int] = {"phi3_longrope_short": 64}
 
 
@@ -271,6 +318,8 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
             f"{attention}.v_proj": (kv, hidden),
             f"{attention}.o_proj": (hidden, q),
         }
+        if hp.latent is not None:
+            linears = _latent_shapes(hp, attention, hp.expert_scoring == "sigmoid")
         if hp.num_experts and i not in dense_layers:
             linears |= _expert_shapes(hp, mlp)
         else:
@@ -296,6 +345,10 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
         elif hp.architecture in ("olmo2", "olmo3"):
             norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
         shapes |= {f"layers.{i}.{norm}.weight": (hidden,) for norm in norms}
+        if hp.latent is not None:
+            shapes[f"{attention}.kv_a_layernorm.weight"] = (hp.latent.rank,)
+            if f"{attention}.q_a_proj" in linears:
+                shapes[f"{attention}.q_a_layernorm.weight"] = (Q_RANK,)
         has_head_norms = hp.architecture == "glm4moe" and not hp.attention_bias
         if has_head_norms or hp.architecture in ("qwen3", "qwen3moe", "gemma3"):
             shapes |= {f"{attention}.{p}_norm.weight": (hp.head_dim,) for p in "qk"}
@@ -307,6 +360,25 @@ def _decoder_shapes(hp: ModelHParams, dense_layers: tuple[int, ...]) -> dict[str
     if not hp.tie_word_embeddings:
         shapes["lm_head.weight"] = (hp.vocab_size, hidden)
     return shapes
+
+
+def _latent_shapes(
+    hp: ModelHParams, name: str, has_query_latents: bool
+) -> dict[str, tuple[int, ...]]:
+    latent, hidden, heads = hp.latent, hp.hidden_size, hp.num_attention_heads
+    assert latent is not None
+    q = {f"{name}.q_proj": (heads * hp.head_dim, hidden)}
+    if has_query_latents:
+        q = {
+            f"{name}.q_a_proj": (Q_RANK, hidden),
+            f"{name}.q_b_proj": (heads * hp.head_dim, Q_RANK),
+        }
+    return q | {
+        f"{name}.kv_a_proj_with_mqa": (latent.rank + latent.rope_dim, hidden),
+        f"{name}.k_b_proj": (heads * latent.rank, latent.nope_dim),
+        f"{name}.v_b_proj": (heads * latent.value_dim, latent.rank),
+        f"{name}.o_proj": (hidden, heads * latent.value_dim),
+    }
 
 
 def _mlp_shapes(name: str, hidden: int, inner: int) -> dict[str, tuple[int, ...]]:
@@ -323,7 +395,9 @@ def _expert_shapes(hp: ModelHParams, name: str) -> dict[str, tuple[int, ...]]:
         shapes |= _mlp_shapes(f"{name}.experts.{e}", hp.hidden_size, hp.moe_intermediate_size)
     if hp.architecture in WITH_SHARED_EXPERTS:
         shapes |= _mlp_shapes(f"{name}.shared_expert", hp.hidden_size, SHARED_WIDTH)
-    if hp.architecture in ("ernie4_5-moe", "glm4moe"):
+    if hp.architecture in ("ernie4_5-moe", "glm4moe") or (
+        hp.latent is not None and hp.expert_scoring == "sigmoid"
+    ):
         shapes[f"{name}.selection"] = (hp.num_experts,)
     if hp.architecture == "qwen2moe":
         shapes[f"{name}.shared_expert_gate"] = (1, hp.hidden_size)
@@ -348,3 +422,12 @@ def _bert_shapes(hp: ModelHParams) -> dict[str, tuple[int, ...]]:
     for norm in norms:
         shapes |= {f"{norm}.weight": (hidden,), f"{norm}.bias": (hidden,)}
     return shapes
+
+
+def golden_logits() -> dict[str, np.ndarray]:
+    """What `tests/data/make/make_tiny_logits.py` stored."""
+    stored: dict[str, np.ndarray] = {}
+    for path in sorted((Path(__file__).parents[1] / "data").glob("tiny_logits*.npz")):
+        with np.load(path) as part:
+            stored |= dict(part)
+    return stored

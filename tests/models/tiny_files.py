@@ -14,7 +14,7 @@ import numpy as np
 
 from tellin.loading.tensors import ModelHParams, QuantType
 from tests.loading.gguf_writer import RawTensor, write_gguf
-from tests.models.tiny import ALL_CASES, DENSE_LAYERS, SHARED_WIDTH, tiny_arrays
+from tests.models.tiny import ALL_CASES, DENSE_LAYERS, Q_RANK, SHARED_WIDTH, tiny_arrays
 
 _GLOBAL = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 _LAYER = {
@@ -36,6 +36,16 @@ _LAYER = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
+_LAYER_LATENT = {
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+}
 _LAYER_GPT_OSS = {
     "self_attn.sinks": "attn_sinks",
     "post_attention_layernorm": "post_attention_norm",
@@ -49,18 +59,41 @@ _PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
 Arrays = dict[str, np.ndarray]
 
 
-def write_tiny_gguf(path: Path, name: str, quant_type: QuantType = QuantType.F32) -> Path:
-    """Case ``name``; matrices, but for the router, are stored as ``quant_type``."""
+def write_tiny_gguf(
+    path: Path, name: str, quant_type: QuantType = QuantType.F32, *, joined_latents: bool = False
+) -> Path:
+    """Case ``name``; matrices, but for the router, are stored as ``quant_type``.
+
+    ``joined_latents``: what makes keys and values of latents is one matrix, as in files of 2024.
+    """
     hp = ALL_CASES[name]
     architecture = {"mixtral": "llama", "olmo3": "olmo2"}.get(hp.architecture, hp.architecture)
     arrays = tiny_arrays(name)
     if architecture in _PERMUTED:
         arrays = {key: _permuted(key, values, hp) for key, values in arrays.items()}
+    metadata = _metadata(architecture, hp)
+    if joined_latents:
+        _join_latents(arrays, metadata, hp)
     tensors: dict[str, np.ndarray | RawTensor] = {}
     for key, values in _gguf_arrays(arrays, hp, DENSE_LAYERS.get(name, ())).items():
         is_matrix = values.ndim > 1 and "gate_inp" not in key and not key.endswith(".bias")
         tensors[key] = _stored(values, quant_type) if is_matrix else values
-    return write_gguf(path, _metadata(architecture, hp), tensors)
+    return write_gguf(path, metadata, tensors)
+
+
+def _join_latents(arrays: Arrays, metadata: dict[str, Any], hp: ModelHParams) -> None:
+    latent, heads = hp.latent, hp.num_attention_heads
+    assert latent is not None
+    for i in range(hp.num_hidden_layers):
+        prefix = f"layers.{i}.self_attn."
+        keys = arrays.pop(f"{prefix}k_b_proj.weight").reshape(heads, latent.rank, -1)
+        values = arrays.pop(f"{prefix}v_b_proj.weight").reshape(heads, -1, latent.rank)
+        both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+        arrays[f"{prefix}kv_b_proj.weight"] = both.reshape(-1, latent.rank)
+    for key, size in (("key", hp.head_dim), ("value", latent.value_dim)):
+        del metadata[f"deepseek2.attention.{key}_length_mla"]
+        metadata[f"deepseek2.attention.{key}_length"] = size
+    metadata["deepseek2.attention.head_count_kv"] = heads
 
 
 def _stored(values: np.ndarray, quant_type: QuantType) -> np.ndarray | RawTensor:
@@ -83,6 +116,14 @@ def _gguf_arrays(arrays: Arrays, hp: ModelHParams, dense_layers: tuple[int, ...]
     names = dict(_LAYER)
     if hp.architecture == "gpt-oss":
         names |= _LAYER_GPT_OSS
+    elif hp.latent is not None:
+        names |= _LAYER_LATENT
+        arrays = {
+            key: values.reshape(hp.num_attention_heads, -1, values.shape[1])
+            if key.endswith((".k_b_proj.weight", ".v_b_proj.weight"))
+            else values
+            for key, values in arrays.items()
+        }
     elif hp.architecture == "glm4moe":
         names["post_attention_layernorm"] = "post_attention_norm"
     elif hp.architecture in ("glm4", "olmo2", "olmo3"):
@@ -110,6 +151,25 @@ def _gguf_arrays(arrays: Arrays, hp: ModelHParams, dense_layers: tuple[int, ...]
     return named
 
 
+def _latent_metadata(hp: ModelHParams) -> dict[str, Any]:
+    latent = hp.latent
+    assert latent is not None
+    own: dict[str, Any] = {
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent.rank + latent.rope_dim,
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": hp.head_dim,
+        "attention.value_length_mla": latent.value_dim,
+        "attention.kv_lora_rank": latent.rank,
+        "attention.q_lora_rank": Q_RANK,
+        "expert_group_count": hp.expert_groups,
+        "expert_group_used_count": hp.expert_top_groups,
+    }
+    if hp.rope_scaling.kind == "yarn":
+        own["rope.scaling.yarn_log_multiplier"] = 0.07
+    return own
+
+
 def _metadata(architecture: str, hp: ModelHParams) -> dict[str, Any]:
     own: dict[str, Any] = {
         "block_count": hp.num_hidden_layers,
@@ -125,21 +185,23 @@ def _metadata(architecture: str, hp: ModelHParams) -> dict[str, Any]:
         "rope.freq_base": hp.rope_theta,
         "vocab_size": hp.vocab_size,
     }
+    if hp.latent is not None:
+        own |= _latent_metadata(hp)
     if hp.num_experts:
         own |= {"expert_count": hp.num_experts, "expert_used_count": hp.num_experts_per_tok}
-        if architecture.startswith(("ernie", "glm4", "qwen")):
+        if architecture.startswith(("deepseek", "ernie", "glm4", "qwen")):
             own["expert_feed_forward_length"] = hp.moe_intermediate_size
         else:
             own["feed_forward_length"] = hp.moe_intermediate_size
     if architecture == "qwen2moe":
         own["expert_shared_feed_forward_length"] = SHARED_WIDTH
-    if architecture == "glm4moe":
+    if architecture in ("deepseek2", "glm4moe"):
         own |= {
-            "expert_gating_func": 2,
+            "expert_gating_func": 2 if hp.expert_scoring == "sigmoid" else 1,
             "expert_weights_scale": hp.expert_scale,
             "expert_weights_norm": hp.norm_topk_prob,
         }
-    if architecture in ("ernie4_5-moe", "glm4moe"):
+    if architecture in ("deepseek2", "ernie4_5-moe", "glm4moe"):
         own |= {
             "leading_dense_block_count": 1,
             "expert_shared_count": SHARED_WIDTH // hp.moe_intermediate_size,

@@ -16,7 +16,8 @@
 
 namespace tellin {
 
-KvLayout kv_layout(KvDtype dtype, int64_t head_dim);
+// value_dim 0: that of keys.
+KvLayout kv_layout(KvDtype dtype, int64_t head_dim, int64_t value_dim = 0);
 
 // The float32 layout that tiles of `layout` expand to (scales kept if there are any).
 KvLayout expanded_layout(const KvLayout& layout);
@@ -31,7 +32,7 @@ class KvPool {
 
   KvPool(int64_t block_size, KvDtype dtype);
 
-  void add_layer(int64_t num_kv_heads, int64_t head_dim);
+  void add_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim = 0);
   // Replaces the pool by an empty one. Throws std::bad_alloc. `system_root` as in commit_ahead.h.
   void allocate(int64_t num_blocks, const std::string& system_root);
   void free();

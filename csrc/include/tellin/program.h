@@ -107,11 +107,13 @@ class Program {
   // How a row's logits become the shares of the experts that it chooses.
   struct Routing {
     int64_t top_k;
-    bool sigmoid;    // scores are sigmoids of the logits, not their softmax
-    bool normalize;  // shares are divided by their sum
-    int bias;        // vector id: added to scores to choose by, not to shares; -1 = none
-    float scale;     // of shares, at last, and
-    int scales;      // vector id: of each expert's; -1 = none
+    bool sigmoid;            // scores are sigmoids of the logits, not their softmax
+    bool normalize;          // shares are divided by their sum
+    int bias;                // vector id: added to scores to choose by, not to shares; -1 = none
+    float scale;             // of shares, at last, and
+    int scales;              // vector id: of each expert's; -1 = none
+    int64_t groups = 1;      // of equally many neighbouring experts, of which a row
+    int64_t top_groups = 1;  // chooses this many before it chooses experts
   };
 
   struct DeltaBuffers {
@@ -129,7 +131,7 @@ class Program {
   // without data: its rows come by pack_rows().
   int add_weight(const TensorView& tensor, ActPrecision precision);
   int add_vector(const TensorView& tensor, float offset);  // float32 copy of a norm weight or bias
-  int add_kv_layer(int64_t num_kv_heads, int64_t head_dim);
+  int add_kv_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim);
   int add_state_layer(int64_t num_values);
   int add_rotary(std::vector<double> frequencies, float attention_factor);
 
@@ -139,6 +141,9 @@ class Program {
   void rms_norm(int x, int weight, int out, float eps, int64_t group);
   void layer_norm(int x, int weight, int bias, int out, float eps);
   void linear(int x, const std::vector<Part>& parts, int residual);
+  // Each of `num_heads` equal parts of x goes through rows of the weight that are its own, as many as the
+  // weight has columns of it; what follows these passes unchanged behind the product.
+  void head_linear(int x, int weight, int out, int64_t num_heads);
   void gated_linear(int x, Part gate, Part up, int out, Activation act);
   // Router: a logit for each expert.
   void experts(int x, int router, const ExpertParts& gate, const ExpertParts& up, const ExpertParts& down,
@@ -148,11 +153,13 @@ class Program {
   // out += (x A^T) B^T for each of `outs`, in rows of requests with an adapter. Returns the number of the
   // first output's site; the others follow.
   int lora(int x, const std::vector<int>& outs, int64_t max_rank);
-  void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved);
+  // Rotates from dimension `offset` of each head on.
+  void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved, int64_t offset);
   // Without k and v (-1) the layer's cache is read as an earlier attention has filled it.
   // sinks: vector id of num_heads scores that take part in the softmax without a value, -1 = none.
   void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
-                 int64_t head_dim, float scale, int64_t window, float softcap, bool causal, int sinks);
+                 int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, bool causal,
+                 int sinks);
   // Recurrences, see models/plan/ir.py; `layer` is a state layer. weight: vector id, [width, kernel]; act:
   // nullptr = none.
   void short_conv(int x, int weight, int bias, int out, int layer, int64_t kernel, const Activation* act);
@@ -165,6 +172,7 @@ class Program {
   void act_mul(int gate, int up, int out, Activation act, int64_t up_start = 0);
   void activation(int x, int out, Activation act);
   void add(int x, int y, int out);
+  void concat(int x, int y, int out);
   void add_bias(int x, int bias);
   void add_position(int x, const TensorView& table);
   void add_token_type(int x, const TensorView& table);

@@ -29,7 +29,8 @@ constexpr int64_t kTilePositions = 16;  // positions per KV tile: one 512-bit or
 constexpr int64_t kPartition = 256;     // positions reduced as one unit of softmax; absolute multiples
 constexpr int64_t kPartitionTiles = kPartition / kTilePositions;
 
-constexpr int64_t kQueryStride = 544;  // of rows of query codes: at most 512, and what is written with them
+constexpr int64_t kMaxHeadDim = 576;
+constexpr int64_t kQueryStride = kMaxHeadDim + 32;  // of rows of query codes, and what is written with them
 
 struct VectorKernels {
   const char* isa;
@@ -50,12 +51,13 @@ struct VectorKernels {
 };
 
 // One tile of the KV cache: 16 consecutive positions of one kv head, K as [head_dim][16], V as
-// [16][head_dim]; tiles made from int8 end with the scales of K [16] and of V [16], float32. Tiles of kInt16
-// hold pairs of codes of 13 bits, K as [head_dim / 2][16][2] and V as [8][head_dim][2], and end with a word
+// [16][value_dim]; tiles made from int8 end with the scales of K [16] and of V [16], float32. Tiles of kInt16
+// hold pairs of codes of 13 bits, K as [head_dim / 2][16][2] and V as [8][value_dim][2], and end with a word
 // per position, whose upper halves are float32 scales: of K the lower 16 bits, of V the upper ones.
 struct KvLayout {
   KvDtype dtype;
-  int64_t head_dim;      // a multiple of 8, at most 512
+  int64_t head_dim;      // of keys: a multiple of 8, at most kMaxHeadDim
+  int64_t value_dim;     // of values: a multiple of 8, at most head_dim
   int64_t value_offset;  // bytes from the start of a tile to V
   int64_t scale_offset;  // bytes to the scales; 0 = the tile has none
   int64_t tile_bytes;    // a multiple of 64; rows of V may be read 32 bytes past the last one
@@ -78,13 +80,13 @@ struct AttentionRows {
   const float* q_scales = nullptr;
 };
 
-// Softmax state of one row: acc[head_dim] (not normalised), then the running maximum and sum.
+// Softmax state of one row: acc[value_dim] (not normalised), then the running maximum and sum.
 constexpr int64_t kStatePadding = 16;  // floats after acc; [0] = maximum, [1] = sum
 
 struct AttentionKernels {
   const char* isa;
 
-  // Writes k and v (float32 [head_dim]) of one position into `lane` of a tile.
+  // Writes k [head_dim] and v [value_dim], float32, of one position into `lane` of a tile.
   void (*kv_store)(const KvLayout& layout, const float* k, const float* v, int64_t lane, uint8_t* tile);
   // Queries, multiplied by a factor, as codes [num_rows, kQueryStride] and scales [num_rows] for kInt16.
   void (*encode_queries)(const float* q, float factor, int64_t num_rows, int64_t head_dim, int16_t* codes,
@@ -92,15 +94,15 @@ struct AttentionKernels {
   // Expands a tile to float32, exactly: scales are copied, not applied. `out` has dtype kFloat32. Not for
   // kInt16, which is attended to as it is.
   void (*kv_expand)(const KvLayout& layout, const uint8_t* tile, const KvLayout& out_layout, uint8_t* out);
-  // Attention over one partition: states[num_rows] of stride head_dim + kStatePadding are overwritten.
+  // Attention over one partition: states[num_rows] of stride value_dim + kStatePadding are overwritten.
   // tiles[kPartitionTiles]: those that hold no visible position are not read and may be null.
   // scratch: kScratchRows * kPartition floats.
   void (*attend)(const KvLayout& layout, const uint8_t* const* tiles, const AttentionRows& rows,
                  float* scratch, float* states);
   // Merges the states of the next partition into the running states (sum 0 = empty).
-  void (*fold)(int64_t num_rows, int64_t head_dim, const float* states, float* running);
-  // out[head_dim] = acc / sum (zeros if the state is empty).
-  void (*finish)(int64_t head_dim, const float* running, float* out);
+  void (*fold)(int64_t num_rows, int64_t value_dim, const float* states, float* running);
+  // out[value_dim] = acc / sum (zeros if the state is empty).
+  void (*finish)(int64_t value_dim, const float* running, float* out);
 };
 constexpr int64_t kScratchRows = 8;
 

@@ -152,7 +152,7 @@ inline void dot_values(const KvLayout& layout, const Tiles& tiles, int64_t begin
                        int64_t acc_stride, int tail = 0) {
   constexpr int64_t kColumnBytes = C * Simd::kWidth * 2 * sizeof(int16_t);
   constexpr int64_t kRowCodes = 2 * kPartition;  // a row of scores holds codes in its first half
-  const int64_t row_codes = 2 * layout.head_dim;
+  const int64_t row_codes = 2 * layout.value_dim;
   const int64_t offset = layout.value_offset + column * 4;
   const int64_t line = -offset & (kLine - 1);  // to the first line that begins in these columns
   for (int64_t j = begin; j < end;) {
@@ -222,8 +222,8 @@ inline void dot_values(const KvLayout& layout, const Tiles& tiles, int64_t begin
 template <int R, bool kFetch>
 void attend_int16_block(const KvLayout& layout, const Tiles& tiles, const AttentionRows& rows, int64_t first,
                         float* scores, float* states) {
-  const int64_t head_dim = layout.head_dim;
-  const int64_t stride = head_dim + kStatePadding;
+  const int64_t value_dim = layout.value_dim;
+  const int64_t stride = value_dim + kStatePadding;
   int64_t lowest = kPartition, highest = 0;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
@@ -234,7 +234,7 @@ void attend_int16_block(const KvLayout& layout, const Tiles& tiles, const Attent
   const int64_t last_tile = (highest + kTilePositions - 1) / kTilePositions;
   for_pieces<Simd::dot_tiles(R)>(first_tile, last_tile, [&](int64_t at, auto n) {
     const int16_t* q = rows.q_codes + first * kQueryStride;
-    if (head_dim <= kExactFeatures) {
+    if (layout.head_dim <= kExactFeatures) {
       dot_keys<R, n.value, kFetch, false>(layout, tiles, at, q, rows.q_scales + first, scores);
     } else {
       dot_keys<R, n.value, kFetch, true>(layout, tiles, at, q, rows.q_scales + first, scores);
@@ -248,11 +248,11 @@ void attend_int16_block(const KvLayout& layout, const Tiles& tiles, const Attent
     const int64_t row_begin = rows.begin[first + r], row_end = rows.end[first + r];
     ranges[r] = {row_begin, row_end, row_begin / kTilePositions * kTilePositions,
                  (row_end + kTilePositions - 1) / kTilePositions * kTilePositions};
-    out[r * stride + head_dim] = mask_scores(scores + r * kPartition, row_begin, row_end, ranges[r].first,
-                                             ranges[r].last, rows.softcap);
+    out[r * stride + value_dim] = mask_scores(scores + r * kPartition, row_begin, row_end, ranges[r].first,
+                                              ranges[r].last, rows.softcap);
   }
   for (int r = 0; r < R; ++r) {
-    float* state = out + r * stride + head_dim;
+    float* state = out + r * stride + value_dim;
     units[r] = scaled_weights(layout, tiles.now, ranges[r], state[0], scores + r * kPartition, state + 1);
   }
   for (int r = 0; r < R; ++r) {
@@ -262,14 +262,14 @@ void attend_int16_block(const KvLayout& layout, const Tiles& tiles, const Attent
   }
   const auto* codes = reinterpret_cast<const int16_t*>(scores);
   const int64_t begin = lowest / 2 * 2, end = (highest + 1) / 2 * 2;
-  const int64_t vectors = head_dim / Simd::kWidth;
+  const int64_t vectors = value_dim / Simd::kWidth;
   for_pieces<Simd::dot_columns(R)>(0, vectors, [&](int64_t at, auto n) {
     dot_values<R, n.value, kFetch>(layout, tiles, begin, end, codes, units, at * Simd::kWidth, out, stride);
   });
   const int64_t column = vectors * Simd::kWidth;
-  if (column < head_dim) {
+  if (column < value_dim) {
     dot_values<R, 1, kFetch, true>(layout, tiles, begin, end, codes, units, column, out, stride,
-                                   static_cast<int>(head_dim - column));
+                                   static_cast<int>(value_dim - column));
   }
 }
 

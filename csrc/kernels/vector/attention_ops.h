@@ -3,9 +3,9 @@
 // One partition of 256 positions, one kv head, up to kAttendRows query rows at a time:
 //   scores  s[r][j] = sum over d, in order, of q[r][d] * k[d][j]      lanes = positions, q broadcast
 //   softmax m[r] = max s, p[r][j] = 2^(s - m), l[r] = sum p           16 running sums, folded by a fixed tree
-//   values  acc[r][d] = sum over j, in order, of p[r][j] * v[j][d]    lanes = head_dim, p broadcast
+//   values  acc[r][d] = sum over j, in order, of p[r][j] * v[j][d]    lanes = value_dim, p broadcast
 // Scores are in units of log2(e): the factor comes with q, or with the soft cap. The loops over d and j are
-// single chains of multiply-adds, four cycles each, so R rows x N vectors of positions (or of head_dim) run
+// single chains of multiply-adds, four cycles each, so R rows x N vectors of positions (or of value_dim) run
 // side by side, at least ten where registers allow. Blocking rows or vectors cannot change a bit. Positions a
 // row does not see take no part in its values: they may hold anything.
 #pragma once
@@ -125,7 +125,7 @@ inline void value_columns(const KvLayout& layout, const Tiles& tiles, int64_t be
       sums[r][c] = kTail ? Simd::load_partial(p, tail) : Simd::load(p);
     }
   }
-  const int64_t row_bytes = layout.head_dim * Read::kBytes;
+  const int64_t row_bytes = layout.value_dim * Read::kBytes;
   const int64_t offset = layout.value_offset + column * Read::kBytes;
   const float* w = weights + begin;
   const int64_t line = -offset & (kLine - 1);  // to the first line that begins in these columns
@@ -174,14 +174,14 @@ template <class Read, int R>
 void value_rows(const KvLayout& layout, const Tiles& tiles, int64_t begin, int64_t end, const float* weights,
                 float* acc, int64_t acc_stride) {
   if (begin >= end) return;
-  const int64_t vectors = layout.head_dim / Simd::kWidth;
+  const int64_t vectors = layout.value_dim / Simd::kWidth;
   for_pieces<Simd::attend_vectors(R)>(0, vectors, [&](int64_t at, auto n) {
     value_columns<Read, R, n.value>(layout, tiles, begin, end, weights, at * Simd::kWidth, acc, acc_stride);
   });
   const int64_t column = vectors * Simd::kWidth;
-  if (column < layout.head_dim) {
+  if (column < layout.value_dim) {
     value_columns<Read, R, 1, true>(layout, tiles, begin, end, weights, column, acc, acc_stride,
-                                    static_cast<int>(layout.head_dim - column));
+                                    static_cast<int>(layout.value_dim - column));
   }
 }
 
@@ -204,8 +204,8 @@ void value_runs(const KvLayout& layout, const Tiles& tiles, const int64_t* begin
 template <class Read, int R>
 void attend_block(const KvLayout& layout, const Tiles& tiles, const AttentionRows& rows, int64_t first,
                   float* scores, float* states) {
-  const int64_t head_dim = layout.head_dim;
-  const int64_t stride = head_dim + kStatePadding;
+  const int64_t head_dim = layout.head_dim, value_dim = layout.value_dim;
+  const int64_t stride = value_dim + kStatePadding;
   int64_t begin[R], end[R];
   int64_t lowest = kPartition, highest = 0, common_begin = 0, common_end = kPartition;
   for (int r = 0; r < R; ++r) {
@@ -228,9 +228,9 @@ void attend_block(const KvLayout& layout, const Tiles& tiles, const AttentionRow
   for (int r = 0; r < R; ++r) {
     float* state = out + r * stride;
     float* weights = scores + r * kPartition;
-    softmax_row(weights, begin[r], end[r], rows.softcap, state + head_dim, state + head_dim + 1);
+    softmax_row(weights, begin[r], end[r], rows.softcap, state + value_dim, state + value_dim + 1);
     if (layout.scale_offset != 0) scale_weights(layout, tiles.now, begin[r], end[r], weights);
-    for (int64_t d = 0; d < head_dim; ++d) state[d] = 0.0f;
+    for (int64_t d = 0; d < value_dim; ++d) state[d] = 0.0f;
   }
   if (common_begin >= common_end) {
     return value_runs<Read, R>(layout, tiles, begin, end, scores, out, stride);
@@ -269,16 +269,16 @@ void attend(const KvLayout& layout, const uint8_t* const* tiles, const Attention
   }
 }
 
-void fold(int64_t num_rows, int64_t head_dim, const float* states, float* running) {
-  const int64_t stride = head_dim + kStatePadding;
+void fold(int64_t num_rows, int64_t value_dim, const float* states, float* running) {
+  const int64_t stride = value_dim + kStatePadding;
   for (int64_t r = 0; r < num_rows; ++r) {
     const float* part = states + r * stride;
     float* all = running + r * stride;
-    const float part_max = part[head_dim], part_sum = part[head_dim + 1];
-    const float all_max = all[head_dim], all_sum = all[head_dim + 1];
+    const float part_max = part[value_dim], part_sum = part[value_dim + 1];
+    const float all_max = all[value_dim], all_sum = all[value_dim + 1];
     if (part_sum == 0.0f) continue;
     if (all_sum == 0.0f) {
-      for (int64_t d = 0; d < head_dim + 2; ++d) all[d] = part[d];
+      for (int64_t d = 0; d < value_dim + 2; ++d) all[d] = part[d];
       continue;
     }
     const float new_max = all_max > part_max ? all_max : part_max;
@@ -289,32 +289,32 @@ void fold(int64_t num_rows, int64_t head_dim, const float* states, float* runnin
       return Simd::fma(running_acc, a, Simd::mul(part_acc, b));
     };
     int64_t d = 0;
-    for (; d + Simd::kWidth <= head_dim; d += Simd::kWidth) {
+    for (; d + Simd::kWidth <= value_dim; d += Simd::kWidth) {
       Simd::store(all + d, merge(Simd::load(all + d), Simd::load(part + d)));
     }
-    if (d < head_dim) {
-      const int count = static_cast<int>(head_dim - d);
+    if (d < value_dim) {
+      const int count = static_cast<int>(value_dim - d);
       Simd::store_partial(
           all + d, merge(Simd::load_partial(all + d, count), Simd::load_partial(part + d, count)), count);
     }
-    all[head_dim] = new_max;
-    all[head_dim + 1] = all_sum * factors[0] + part_sum * factors[1];
+    all[value_dim] = new_max;
+    all[value_dim + 1] = all_sum * factors[0] + part_sum * factors[1];
   }
 }
 
-void finish(int64_t head_dim, const float* running, float* out) {
-  const float total = running[head_dim + 1];
+void finish(int64_t value_dim, const float* running, float* out) {
+  const float total = running[value_dim + 1];
   if (total == 0.0f) {
-    for (int64_t d = 0; d < head_dim; ++d) out[d] = 0.0f;
+    for (int64_t d = 0; d < value_dim; ++d) out[d] = 0.0f;
     return;
   }
   const V inverse = Simd::set1(1.0f / total);
   int64_t d = 0;
-  for (; d + Simd::kWidth <= head_dim; d += Simd::kWidth) {
+  for (; d + Simd::kWidth <= value_dim; d += Simd::kWidth) {
     Simd::store(out + d, Simd::mul(Simd::load(running + d), inverse));
   }
-  if (d < head_dim) {
-    const int count = static_cast<int>(head_dim - d);
+  if (d < value_dim) {
+    const int count = static_cast<int>(value_dim - d);
     Simd::store_partial(out + d, Simd::mul(Simd::load_partial(running + d, count), inverse), count);
   }
 }

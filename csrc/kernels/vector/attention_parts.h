@@ -103,13 +103,13 @@ inline float mask_scores(float* scores, int64_t begin, int64_t end, int64_t firs
 template <int kRows, class Attend>
 void for_blocks(const KvLayout& layout, const uint8_t* const* tiles, const AttentionRows& rows, float* states,
                 Attend&& attend_rows) {
-  const int64_t stride = layout.head_dim + kStatePadding;
+  const int64_t stride = layout.value_dim + kStatePadding;
   const auto sees_nothing = [&](int64_t r) { return rows.begin[r] >= rows.end[r]; };
   const uint8_t* const* next = rows.next;
   for (int64_t r = 0; r < rows.num_rows;) {
     if (sees_nothing(r)) {
-      states[r * stride + layout.head_dim] = kMinusInfinity;
-      states[r * stride + layout.head_dim + 1] = 0.0f;
+      states[r * stride + layout.value_dim] = kMinusInfinity;
+      states[r * stride + layout.value_dim + 1] = 0.0f;
       ++r;
       continue;
     }

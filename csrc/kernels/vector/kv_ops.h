@@ -6,6 +6,7 @@
 
 namespace {
 
+using tellin::kMaxHeadDim;
 using tellin::kQueryStride;
 using tellin::kTilePositions;
 using tellin::KvDtype;
@@ -88,16 +89,17 @@ inline uint32_t encode_codes(const float* x, int64_t n, int16_t* codes) {
 // Neighbouring positions share pairs: no store may touch the other code, which another thread may write.
 inline void store_int16(const KvLayout& layout, const float* k, const float* v, int64_t lane, uint8_t* tile) {
   const int64_t head_dim = layout.head_dim;
-  alignas(64) int16_t codes[512 + 16];
+  const int64_t value_dim = layout.value_dim;
+  alignas(64) int16_t codes[kMaxHeadDim + 16];
   uint32_t scales = encode_codes(k, head_dim, codes);
   auto* k_out = reinterpret_cast<int16_t*>(tile) + 2 * lane;
   for (int64_t d = 0; d < head_dim; d += 2) {
     __builtin_memcpy(k_out + d * kTilePositions, codes + d, 2 * sizeof(int16_t));
   }
-  scales |= encode_codes(v, head_dim, codes) << 16;
+  scales |= encode_codes(v, value_dim, codes) << 16;
   __builtin_memcpy(tile + layout.scale_offset + lane * 4, &scales, sizeof scales);
-  auto* v_out = reinterpret_cast<int16_t*>(tile + layout.value_offset) + lane / 2 * 2 * head_dim;
-  Simd::store_halves(v_out, lane % 2 != 0, codes, head_dim);
+  auto* v_out = reinterpret_cast<int16_t*>(tile + layout.value_offset) + lane / 2 * 2 * value_dim;
+  Simd::store_halves(v_out, lane % 2 != 0, codes, value_dim);
 }
 
 void encode_queries(const float* q, float factor, int64_t num_rows, int64_t head_dim, int16_t* codes,
@@ -108,31 +110,31 @@ void encode_queries(const float* q, float factor, int64_t num_rows, int64_t head
 }
 
 void kv_store(const KvLayout& layout, const float* k, const float* v, int64_t lane, uint8_t* tile) {
-  const int64_t head_dim = layout.head_dim;
+  const int64_t head_dim = layout.head_dim, value_dim = layout.value_dim;
   uint8_t* value_tile = tile + layout.value_offset;
   switch (layout.dtype) {
     case KvDtype::kFloat32: {
       float* k_out = reinterpret_cast<float*>(tile) + lane;
-      float* v_out = reinterpret_cast<float*>(value_tile) + lane * head_dim;
+      float* v_out = reinterpret_cast<float*>(value_tile) + lane * value_dim;
       for (int64_t d = 0; d < head_dim; ++d) k_out[d * kTilePositions] = k[d];
-      for (int64_t d = 0; d < head_dim; ++d) v_out[d] = v[d];
+      for (int64_t d = 0; d < value_dim; ++d) v_out[d] = v[d];
       return;
     }
     case KvDtype::kFloat16: {
       uint16_t* k_out = reinterpret_cast<uint16_t*>(tile) + lane;
-      uint16_t* v_out = reinterpret_cast<uint16_t*>(value_tile) + lane * head_dim;
+      uint16_t* v_out = reinterpret_cast<uint16_t*>(value_tile) + lane * value_dim;
       for (int64_t d = 0; d < head_dim; d += 8) {
         float part[16] = {0};
         uint16_t halves[16];
         for (int i = 0; i < 8; ++i) {
           part[i] = k[d + i];
-          part[8 + i] = v[d + i];
+          part[8 + i] = d < value_dim ? v[d + i] : 0.0f;
         }
         for (int i = 0; i < 16; i += Simd::kWidth)
           Simd::store_f16(halves + i, clamp_half(Simd::load(part + i)));
         for (int i = 0; i < 8; ++i) {
           k_out[(d + i) * kTilePositions] = halves[i];
-          v_out[d + i] = halves[8 + i];
+          if (d < value_dim) v_out[d + i] = halves[8 + i];
         }
       }
       return;
@@ -143,7 +145,7 @@ void kv_store(const KvLayout& layout, const float* k, const float* v, int64_t la
       float* scales = reinterpret_cast<float*>(tile + layout.scale_offset);
       scales[lane] = quantize_head(k, head_dim, reinterpret_cast<int8_t*>(tile) + lane, kTilePositions);
       scales[kTilePositions + lane] =
-          quantize_head(v, head_dim, reinterpret_cast<int8_t*>(value_tile) + lane * head_dim, 1);
+          quantize_head(v, value_dim, reinterpret_cast<int8_t*>(value_tile) + lane * value_dim, 1);
       return;
     }
   }
@@ -151,12 +153,13 @@ void kv_store(const KvLayout& layout, const float* k, const float* v, int64_t la
 
 template <class Read>
 inline void expand_as(const KvLayout& layout, const uint8_t* tile, const KvLayout& out_layout, uint8_t* out) {
-  const int64_t count = layout.head_dim * kTilePositions;
+  const int64_t k_count = layout.head_dim * kTilePositions, v_count = layout.value_dim * kTilePositions;
   float* k = reinterpret_cast<float*>(out);
   float* v = reinterpret_cast<float*>(out + out_layout.value_offset);
-  for (int64_t i = 0; i < count; i += Simd::kWidth) Simd::store(k + i, Read::load(tile + i * Read::kBytes));
+  for (int64_t i = 0; i < k_count; i += Simd::kWidth) Simd::store(k + i, Read::load(tile + i * Read::kBytes));
   const uint8_t* values = tile + layout.value_offset;
-  for (int64_t i = 0; i < count; i += Simd::kWidth) Simd::store(v + i, Read::load(values + i * Read::kBytes));
+  for (int64_t i = 0; i < v_count; i += Simd::kWidth)
+    Simd::store(v + i, Read::load(values + i * Read::kBytes));
   if (layout.scale_offset == 0) return;
   const float* scales = reinterpret_cast<const float*>(tile + layout.scale_offset);
   float* out_scales = reinterpret_cast<float*>(out + out_layout.scale_offset);

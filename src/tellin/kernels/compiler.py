@@ -64,7 +64,8 @@ class Compiler:
             logit_rows = buffer.rows is ir.Rows.LOGITS
             self.buffers[buffer.id] = self.program.add_buffer(buffer.width, logit_rows)
         for layer in self.plan.kv_layers:
-            self._call(None, self.program.add_kv_layer, layer.num_kv_heads, layer.head_dim)
+            shape = layer.num_kv_heads, layer.head_dim, layer.value_dim or 0
+            self._call(None, self.program.add_kv_layer, *shape)
         for state in self.plan.state_layers:
             self._call(None, self.program.add_state_layer, state.num_values)
         for op in self.plan.ops:
@@ -95,11 +96,12 @@ class Compiler:
     def _buffer(self, buffer: ir.Buffer | None) -> int:
         return _NONE if buffer is None else self.buffers[buffer.id]
 
-    def _weight(self, op: ir.Op, tensor: TensorRef) -> int:
+    def _weight(self, op: ir.Op, tensor: TensorRef, precision: str | None = None) -> int:
         # Tied matrices are two references to the same bytes: packed once.
         key = identity(tensor)
         if key not in self.weights:
-            precision = "int16" if key in self.precise else self.precision
+            if precision is None:
+                precision = "int16" if key in self.precise else self.precision
             quant_type, data, rows, columns = tensor_arguments(tensor)
             if tensor.reader is None:
                 arguments: tuple[Any, ...] = (quant_type, data, rows, columns, precision)
@@ -162,6 +164,15 @@ class Compiler:
         residual = _NONE if op.residual is None else self._buffer(op.residual)
         self._call(op, self.program.linear, self._buffer(op.x), [part], residual)
 
+    def _head_linear(self, op: ir.HeadLinear) -> None:
+        weight = self._weight(op, op.weight, "float32")
+        x, out = self._buffer(op.x), self._buffer(op.out)
+        self._call(op, self.program.head_linear, x, weight, out, op.num_heads)
+
+    def _concat(self, op: ir.Concat) -> None:
+        x, y, out = self._buffer(op.x), self._buffer(op.y), self._buffer(op.out)
+        self._call(op, self.program.concat, x, y, out)
+
     def _multi_linear(self, op: ir.MultiLinear) -> None:
         parts = [
             (self._weight(op, weight), self._vector(op, bias), self._buffer(out))
@@ -185,7 +196,7 @@ class Compiler:
         self._call(
             op, self.program.experts, x, router, *matrices, out, op.act, op.top_k, op.normalize,
             op.scoring == "sigmoid", self._vector(op, op.selection_bias), op.scale,
-            self._vector(op, op.scales),
+            self._vector(op, op.scales), op.groups, op.top_groups,
         )  # fmt: skip
         last = self.program.num_stages - 1  # choosing, gate and up, down
         self.stage_parts |= {last - 2: last, last - 1: last}
@@ -208,6 +219,7 @@ class Compiler:
             op.num_heads,
             op.head_dim,
             op.interleaved,
+            op.offset,
         )
 
     def _attention(self, op: ir.Attention) -> None:
@@ -227,6 +239,7 @@ class Compiler:
             op.softcap or 0.0,
             op.causal,
             self._vector(op, op.sinks),
+            op.value_dim or 0,
         )
 
     def _decay(self, op: ir.GatedDelta | ir.SelectiveScan) -> int:
@@ -305,6 +318,7 @@ _EMIT: dict[type[ir.Op], Callable[[Compiler, Any], None]] = {
     ir.RmsNorm: Compiler._rms_norm,
     ir.LayerNorm: Compiler._layer_norm,
     ir.Linear: Compiler._linear,
+    ir.HeadLinear: Compiler._head_linear,
     ir.MultiLinear: Compiler._multi_linear,
     ir.GatedLinear: Compiler._gated_linear,
     ir.Experts: Compiler._experts,
@@ -318,6 +332,7 @@ _EMIT: dict[type[ir.Op], Callable[[Compiler, Any], None]] = {
     ir.ActMul: Compiler._act_mul,
     ir.Activation: Compiler._activation,
     ir.Add: Compiler._add,
+    ir.Concat: Compiler._concat,
     ir.AddBias: Compiler._add_bias,
     ir.AddPositionEmbedding: Compiler._add_position,
     ir.AddTokenTypeEmbedding: Compiler._add_token_type,

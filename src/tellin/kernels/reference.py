@@ -76,15 +76,16 @@ class ReferenceBackend:
 
     def kv_bytes_per_block(self) -> int:
         """Bytes of one block, keys and values of all layers together."""
-        values = sum(2 * layer.num_kv_heads * layer.head_dim for layer in self.plan.kv_layers)
+        values = sum(layer.values_per_token for layer in self.plan.kv_layers)
         return values * 4 * self.block_size
 
     def init_kv_cache(self, num_blocks: int) -> None:
         """Make a cache of ``num_blocks`` blocks; what was in an earlier one is lost."""
         self._kv_cache = [
-            (np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32))
+            (np.zeros((*shape, layer.head_dim), np.float32), np.zeros((*shape, values), np.float32))
             for layer in self.plan.kv_layers
-            for shape in [(num_blocks, self.block_size, layer.num_kv_heads, layer.head_dim)]
+            for shape in [(num_blocks, self.block_size, layer.num_kv_heads)]
+            for values in [layer.value_dim or layer.head_dim]
         ]
 
     def free_kv_cache(self) -> None:
@@ -226,6 +227,20 @@ class ReferenceBackend:
             out += self._get(op.residual)
         self._set(op.out, out)
 
+    def _head_linear(self, op: ir.HeadLinear) -> None:
+        x = self._get(op.x).reshape(-1, op.num_heads, op.x.width // op.num_heads)
+        weight = self._weights[op.weight].reshape(op.num_heads, -1, op.weight.shape[1])
+        rows, count = op.weight.shape[1], weight.shape[1]
+        out = np.empty((len(x), op.num_heads, op.out.width // op.num_heads), dtype=np.float32)
+        for row_in, row_out in zip(x, out, strict=True):
+            for head in range(op.num_heads):
+                np.matmul(weight[head], row_in[head, :rows], out=row_out[head, :count])
+        out[:, :, count:] = x[:, :, rows:]
+        self._set(op.out, out.reshape(len(x), op.out.width))
+
+    def _concat(self, op: ir.Concat) -> None:
+        self._set(op.out, np.concatenate([self._get(op.x), self._get(op.y)], axis=1))
+
     def _multi_linear(self, op: ir.MultiLinear) -> None:
         x = self._get(op.x)
         for weight, bias, out in op.parts:
@@ -279,14 +294,14 @@ class ReferenceBackend:
     def _rope(self, op: ir.Rope) -> None:
         x = self._get(op.x)
         heads = x.reshape(len(x), op.num_heads, op.head_dim)
-        half = len(op.table.inv_freq)
+        half, at = len(op.table.inv_freq), op.offset
         angles = self._step().positions[:, None].astype(np.float64) * np.array(op.table.inv_freq)
         cos = (np.cos(angles) * op.table.attention_factor).astype(np.float32)[:, None, :]
         sin = (np.sin(angles) * op.table.attention_factor).astype(np.float32)[:, None, :]
         if op.interleaved:
-            first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+            first, second = slice(at, at + 2 * half, 2), slice(at + 1, at + 2 * half, 2)
         else:
-            first, second = slice(0, half), slice(half, 2 * half)
+            first, second = slice(at, at + half), slice(at + half, at + 2 * half)
         a, b = heads[:, :, first], heads[:, :, second]
         out = heads.copy()
         out[:, :, first] = a * cos - b * sin
@@ -297,11 +312,12 @@ class ReferenceBackend:
         batch = self._step()
         num_tokens = len(batch.token_ids)
         q = self._get(op.q).reshape(num_tokens, op.num_kv_heads, -1, op.head_dim)
+        value_dim = op.value_dim or op.head_dim
         k, v = (
-            None if x is None else self._get(x).reshape(num_tokens, op.num_kv_heads, op.head_dim)
-            for x in (op.k, op.v)
+            None if x is None else self._get(x).reshape(num_tokens, op.num_kv_heads, dim)
+            for x, dim in ((op.k, op.head_dim), (op.v, value_dim))
         )
-        out = np.empty(q.shape, dtype=np.float32)
+        out = np.empty((*q.shape[:3], value_dim), dtype=np.float32)
         sinks = None
         if op.sinks is not None:
             sinks = self._weights[op.sinks].reshape(op.num_kv_heads, -1)
@@ -327,7 +343,7 @@ class ReferenceBackend:
         self._set(op.out, out.reshape(num_tokens, -1))
 
     def _write_cache(self, layer: int, k: Floats, v: Floats) -> None:
-        """Store the step's keys and values, ``[num_tokens, num_kv_heads, head_dim]``."""
+        """Store the step's keys and values, ``[num_tokens, num_kv_heads, their dim]``."""
         batch = self._step()
         keys, values = self._cache()[layer]
         requests = np.repeat(np.arange(len(batch.seq_lens)), np.diff(batch.query_start_loc))
@@ -433,7 +449,14 @@ def _route(
         else:
             exps = np.exp(logits - logits.max())
             scores = exps / exps.sum()
+    # What experts are chosen by.
     keys = scores + bias if bias is not None else scores if op.scoring == "sigmoid" else logits
+    if op.top_groups < op.groups:
+        parts = np.sort(keys.reshape(op.groups, -1), axis=1)
+        best = parts[:, -2:].sum(axis=1) if op.scoring == "sigmoid" else parts[:, -1]
+        hidden = np.argsort(np.negative(best), kind="stable")[op.top_groups :]
+        keys = keys.copy()
+        keys.reshape(op.groups, -1)[hidden] = -np.inf
     # A stable sort leaves equal ones in the order of their ids.
     chosen = np.sort(np.argsort(-keys, kind="stable")[: op.top_k])
     shares = scores[chosen]
@@ -532,6 +555,7 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.RmsNorm: ReferenceBackend._rms_norm,
     ir.LayerNorm: ReferenceBackend._layer_norm,
     ir.Linear: ReferenceBackend._linear,
+    ir.HeadLinear: ReferenceBackend._head_linear,
     ir.MultiLinear: ReferenceBackend._multi_linear,
     ir.GatedLinear: ReferenceBackend._gated_linear,
     ir.Experts: ReferenceBackend._experts,
@@ -545,6 +569,7 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.ActMul: ReferenceBackend._act_mul,
     ir.Activation: ReferenceBackend._activation,
     ir.Add: ReferenceBackend._add,
+    ir.Concat: ReferenceBackend._concat,
     ir.AddBias: ReferenceBackend._add_bias,
     ir.AddPositionEmbedding: ReferenceBackend._add_position_embedding,
     ir.AddTokenTypeEmbedding: ReferenceBackend._add_token_type_embedding,

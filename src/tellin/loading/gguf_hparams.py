@@ -27,12 +27,14 @@ from tellin.loading.hparams import (
     SIGMOID_EXPERTS,
     SUPPORTED_ARCHITECTURES,
     WITH_EXPERTS,
+    WITH_LATENTS,
     check_hparams,
     embedding_scale,
     global_layer_pattern,
     unsupported_architecture,
 )
 from tellin.loading.hybrid_hparams import HYBRIDS, with_recurrent_metadata
+from tellin.loading.latent import latents_from_gguf
 from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 
@@ -82,6 +84,8 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     hparams = with_recurrent_metadata(metadata, hparams)
     hparams = linear_attention_from_gguf(metadata, hparams)
     hparams = replace(hparams, architecture=_TEXT_MODELS.get(architecture, hparams.architecture))
+    if architecture in WITH_LATENTS:
+        hparams = latents_from_gguf(hparams, metadata)
     return check_hparams(metadata.path, hparams)
 
 
@@ -175,7 +179,12 @@ class _Reader:
             return hparams
         if architecture == "granitehybrid" and num_experts == 0:
             return hparams
+        if architecture in WITH_LATENTS and num_experts == 0:
+            return hparams
+        has_groups = architecture in WITH_LATENTS
         for key, allowed in _EXPERT_VARIANTS.items():
+            if has_groups and key == "expert_group_count":
+                continue
             value = self._float(key, allowed[0])
             if value not in allowed:
                 raise UnsupportedModelError(
@@ -195,10 +204,16 @@ class _Reader:
             norm_topk_prob=self._bool("expert_weights_norm", normalizes),
             expert_scoring=self._expert_scoring(),
             expert_scale=self._scale("expert_weights_scale"),
+            expert_groups=self._int("expert_group_count", 1) or 1 if has_groups else 1,
+            expert_top_groups=self._int("expert_group_used_count", 1) or 1 if has_groups else 1,
         )
 
     def _expert_scoring(self) -> str:
-        default = 2 if self.architecture in SIGMOID_EXPERTS else 1
+        has_bias = any(name.endswith("exp_probs_b.bias") for name in self.tensors)
+        is_sigmoid = self.architecture in SIGMOID_EXPERTS or (
+            self.architecture in WITH_LATENTS and has_bias
+        )
+        default = 2 if is_sigmoid else 1
         kind = self._int("expert_gating_func", 0) or default
         return "sigmoid" if kind == 2 else "softmax"
 
@@ -233,7 +248,7 @@ class _Reader:
     def _head_dim(self) -> int:
         head_dim = self._int("attention.key_length", self.hidden_size // self.num_heads)
         value_dim = self._int("attention.value_length", head_dim)
-        if value_dim != head_dim:
+        if value_dim != head_dim and self.architecture not in WITH_LATENTS:
             raise UnsupportedModelError(
                 f"{self.path}: keys of {head_dim} and values of {value_dim} dimensions; "
                 "only equal ones are supported"

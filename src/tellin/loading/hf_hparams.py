@@ -27,6 +27,7 @@ from tellin.loading.hparams import (
     NORMALIZES_EXPERTS,
     SIGMOID_EXPERTS,
     WITH_EXPERTS,
+    WITH_LATENTS,
     check_hparams,
     embedding_scale,
     every_nth_layer,
@@ -39,6 +40,9 @@ from tellin.loading.hybrid_hparams import (
     renamed_config,
     with_recurrent_config,
 )
+from tellin.loading.latent import DEFAULTS as LATENT_DEFAULTS
+from tellin.loading.latent import MODEL_TYPES as LATENT_MODEL_TYPES
+from tellin.loading.latent import latents_from_config, yarn_mscale
 from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
 from tellin.loading.vision_hparams import TILED_MODELS, VISION_MODELS
@@ -74,6 +78,7 @@ _ARCHITECTURES = {
     "smollm3": "smollm3",
     "xlm-roberta": "bert",
     **HYBRID_MODEL_TYPES,
+    **dict.fromkeys(LATENT_MODEL_TYPES, "deepseek2"),
 }
 """``model_type`` to architecture."""
 
@@ -214,8 +219,8 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
 }
 """Keys of mixtures and the values whose meaning is what the plan does."""
 _WITHOUT_WINDOW = (
-    "bamba", "ernie4_5-moe", "falcon-h1", "gemma", "glm4", "glm4moe", "lfm2", "lfm2moe", "llama",
-    "nemotron_h", "olmo2", "olmoe", "smollm3", *GATED_DELTA, *GRANITE_FAMILY,
+    "bamba", "deepseek2", "ernie4_5-moe", "falcon-h1", "gemma", "glm4", "glm4moe", "lfm2",
+    "lfm2moe", "llama", "nemotron_h", "olmo2", "olmoe", "smollm3", *GATED_DELTA, *GRANITE_FAMILY,
 )  # fmt: skip
 _SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
 
@@ -244,11 +249,17 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         return check_hparams(config.path, gemma4_from_config(config))
     merged = {
         **(_DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS).get(architecture, {}),
+        **LATENT_DEFAULTS.get(model_type, {}),
         **{k: v for k, v in config.items() if v is not None},
     }
     config = renamed_config(TypedMapping(config.path, merged), architecture)
     reader = _Reader(config, architecture)
-    hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
+    if architecture == "bert":
+        hparams = reader.bert()
+    elif architecture in WITH_LATENTS:
+        hparams = latents_from_config(reader.decoder(), config)
+    else:
+        hparams = reader.with_experts(reader.decoder())
     hparams = with_recurrent_config(config, hparams)
     hparams = linear_attention_from_config(config, hparams)
     return check_hparams(config.path, hparams)
@@ -517,7 +528,7 @@ class _Reader:
             original_max_position_embeddings=original,
             low_freq_factor=values.get_float("low_freq_factor", 1.0),
             high_freq_factor=values.get_float("high_freq_factor", 4.0),
-            attention_factor=values.get_float("attention_factor", 0.0) or None,
+            attention_factor=_attention_factor(kind, values),
             beta_fast=values.get_float("beta_fast", 32.0),
             beta_slow=values.get_float("beta_slow", 1.0),
             factors=_factors(values, "short_factor") if kind == "longrope" else None,
@@ -555,6 +566,16 @@ class _Reader:
 def _whole(value: float) -> int:
     """Cut to an integer; what overflowed becomes one that no check lets through."""
     return int(value) if math.isfinite(value) else 1 << 64
+
+
+def _attention_factor(kind: str, values: TypedMapping) -> float | None:
+    """As given, or YaRN's of its two mscales: what multiplies the rotated part alone."""
+    given = values.get_float("attention_factor", 0.0)
+    mscales = [values.get_float(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    if given or kind != "yarn" or not all(mscales):
+        return given or None
+    scale, scale_all = (yarn_mscale(values.get_float("factor"), mscale) for mscale in mscales)
+    return scale / scale_all
 
 
 def _factors(values: TypedMapping, key: str) -> tuple[float, ...]:

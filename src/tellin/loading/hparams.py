@@ -16,6 +16,7 @@ from tellin.loading.tensors import ModelHParams, RopeScaling
 SUPPORTED_ARCHITECTURES = (
     "bamba",
     "bert",
+    "deepseek2",
     "ernie4_5-moe",
     "falcon-h1",
     "gemma",
@@ -55,6 +56,7 @@ GEMMA_FAMILY = ("gemma", "gemma2", "gemma3", "gemma4")
 GRANITE_FAMILY = ("granite", "granitehybrid", "granitemoe")
 NORMS_AFTER_BLOCKS = ("gemma2", "gemma3", "gemma4", "glm4", "olmo2", "olmo3")
 WITH_EXPERTS = (
+    "deepseek2",
     "ernie4_5-moe",
     "glm4moe",
     "gpt-oss",
@@ -80,7 +82,9 @@ NORMALIZES_EXPERTS = (
 """Mixtures that always divide the weights of a token's experts by their sum."""
 SIGMOID_EXPERTS = ("glm4moe", "lfm2moe")
 """Mixtures that score experts by the sigmoid of their logits."""
-NEIGHBOUR_PAIRS = ("ernie4_5-moe", "glm4")
+WITH_LATENTS = ("deepseek2",)
+"""Families with multi-head latent attention."""
+NEIGHBOUR_PAIRS = ("deepseek2", "ernie4_5-moe", "glm4")
 """Families whose checkpoints, not GGUF files alone, have rotated pairs side by side."""
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
@@ -173,6 +177,10 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
         limit = min(hparams.num_experts, MAX_EXPERTS_PER_TOKEN)
         _check_range(path, "num_experts_per_tok", hparams.num_experts_per_tok, 1, limit)
         _check_range(path, "moe_intermediate_size", hparams.moe_intermediate_size, 1, _MAX_SIZE)
+        _check_expert_groups(path, hparams)
+    if hparams.latent is not None:
+        for name in ("rank", "nope_dim", "rope_dim", "value_dim"):
+            _check_range(path, f"latent {name}", getattr(hparams.latent, name), 1, _MAX_SIZE)
     for name in (
         "norm_eps",
         "rope_theta",
@@ -201,6 +209,18 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
             hparams = replace(hparams, rope_dim=None)
     _check_rope_scaling(path, hparams.rope_scaling)
     return hparams
+
+
+def _check_expert_groups(path: Path, hparams: ModelHParams) -> None:
+    groups, chosen = hparams.expert_groups, hparams.expert_top_groups
+    _check_range(path, "expert_groups", groups, 1, hparams.num_experts)
+    _check_range(path, "expert_top_groups", chosen, 1, groups)
+    size = hparams.num_experts // groups
+    if size * groups != hparams.num_experts or chosen * size < hparams.num_experts_per_tok:
+        raise ModelLoadError(
+            f"{path}: a token cannot choose {hparams.num_experts_per_tok} of "
+            f"{hparams.num_experts} experts from {chosen} of {groups} equal groups"
+        )
 
 
 def _check_rope_scaling(path: Path, scaling: RopeScaling) -> None:

@@ -16,6 +16,7 @@ tensors that its architecture did not use, so nothing is dropped in silence.
 ``layers.{i}.mlp.shared_expert_gate.weight``    ``layers.{i}.mlp.shared_expert.{gate,up,down}_proj``
 ``classifier.out_proj.{weight,bias}`` (scores)  ``classifier.dense``, ``pooler.dense`` (before it)
 ``layers.{i}.mlp.selection.bias``               of experts, to choose by
+``layers.{i}.self_attn.{k,v}_b_proj.weight``    of latents (`tellin.loading.latent`)
 =============================================== =================================================
 
 Matrices that a file stacks, one expert on the other, become one tensor per expert: views again.
@@ -43,6 +44,7 @@ from tellin.loading.hybrid_names import (
     recurrent_parts,
     recurrent_tensor,
 )
+from tellin.loading.latent import split_latent
 from tellin.loading.reordered import Order, reordered
 from tellin.loading.tensors import ModelHParams, TensorRef
 
@@ -109,6 +111,16 @@ _GGUF_LAYER_SCALES = {
     "ffn_down_exps": "mlp.expert_scales.weight",
 }
 """Of Gemma 4's mixtures: weight of the norm before the router, factors of the experts' shares."""
+_GGUF_LAYER_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 _GGUF_DROPPED = re.compile(r"(.*\.)?(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.weight\Z")
 """Rotary factors: they are in the hyperparameters."""
 _GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+(?:\.[^.]+)?)\.(weight|bias)\Z")
@@ -221,6 +233,8 @@ def canonical_from_gguf(
         layer_names |= _GGUF_LAYER_BERT
     elif architecture == "gpt-oss":
         layer_names |= _GGUF_LAYER_GPT_OSS
+    elif hparams.latent is not None:
+        layer_names |= _GGUF_LAYER_LATENT
     elif architecture == "glm4moe":
         layer_names["post_attention_norm"] = "post_attention_layernorm"
     if architecture == "gemma4":
@@ -265,7 +279,7 @@ def canonical_from_hf(
 
 def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iterable[TensorRef]:
     """Without the layers that follow the last one in some families: they predict further tokens."""
-    has_more = hparams.architecture in ("glm4moe", *GATED_DELTA)
+    has_more = hparams.architecture in ("deepseek2", "glm4moe", *GATED_DELTA)
     for name, tensor in tensors.items():
         match = _NUMBERED_LAYER.match(name) if has_more else None
         if match is None or int(match[1]) < hparams.num_hidden_layers:
@@ -347,6 +361,8 @@ def _split_stacked(
     if name.endswith(".mlp.selection.bias") and tensor.shape[:-1] == (1,):
         vector = TensorRef(tensor.name, tensor.shape[1:], tensor.quant_type, tensor.data)
         return [(name, vector)]
+    if hparams.latent is not None and "_b_proj" in name:
+        return split_latent(path, hparams, name, tensor)
     match = _STACKED.match(name)
     if not match or not hparams.num_experts:
         return [(name, tensor)]

@@ -203,6 +203,20 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention: keys and values of all heads come from one latent per token.
+
+    ``rank`` values of it and ``rope_dim`` rotated ones that all heads share make a head's keys:
+    ``nope_dim + rope_dim`` values. A head's values are ``value_dim`` many.
+    """
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class ModelHParams:
     """A model's dimensions, whatever file format they came from (names: Hugging Face configs)."""
 
@@ -270,3 +284,8 @@ class ModelHParams:
     """Width of what every layer gets of a token besides the residual stream (Gemma 4); 0: none."""
     output_scales: Mapping[str, float] | None = None
     """Factors of what linear layers give, by their name within a layer (Falcon-H1)."""
+    latent: LatentAttention | None = None
+    """Multi-head latent attention (DeepSeek-V2); ``head_dim`` is that of a head's keys."""
+    expert_groups: int = 1
+    """Of equally many neighbouring experts, from ``expert_top_groups`` of which a token chooses."""
+    expert_top_groups: int = 1

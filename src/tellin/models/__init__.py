@@ -17,6 +17,7 @@ from tellin.models.plan.recorder import WeightSource
 _ARCHITECTURES = {
     "bamba": "granitehybrid",
     "bert": "bert",
+    "deepseek2": "deepseek2",
     "ernie4_5-moe": "ernie4_5_moe",
     "falcon-h1": "falcon_h1",
     "gemma": "llama",

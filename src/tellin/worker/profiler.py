@@ -137,10 +137,9 @@ class ProfiledBackend:
         if isinstance(op, ir.Attention):
             size = _KV_BYTES[self.wrapped.info["kv_cache_dtype"]]
             keys = self._keys_read[op.sliding_window] * op.num_kv_heads
-            return (
-                2.0 * self._pairs[op.sliding_window] * op.num_heads * op.head_dim,
-                2.0 * keys * op.head_dim * size,
-            )
+            dims = float(op.head_dim + (op.value_dim or op.head_dim))
+            pairs = self._pairs[op.sliding_window] * op.num_heads
+            return pairs * dims, keys * dims * size
         rows = op.writes[0].rows
         reads: float = self._rows[rows] if isinstance(op, ir.Embed) else self._passes[rows]
         if isinstance(op, ir.Experts):

@@ -1,8 +1,8 @@
-"""Makes tests/data/tiny_logits.npz: logits of every tiny model, computed by `transformers`.
+"""Makes tests/data/tiny_logits*.npz: logits of every tiny model, computed by `transformers`.
 
 Run it with PyTorch and transformers installed, from the repository root:
 
-    PYTHONPATH=src:. python tests/data/make/make_tiny_logits.py
+    PYTHONPATH=src:. python tests/data/make/make_tiny_logits.py [latent]
 
 Each case of `tests.models.tiny` is loaded into the `transformers` class of its architecture, in
 float32 with eager attention, and run over one prompt. Stored per case: logits (of an encoder:
@@ -11,6 +11,7 @@ hidden states), and the rotary frequencies and attention factor of its (global) 
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,11 @@ import transformers
 
 from tellin.loading.tensors import ModelHParams
 from tests.models.tiny import (
-    ALL_CASES,
+    CASES,
     DENSE_LAYERS,
+    EXPERT_CASES,
+    LATENT_CASES,
+    Q_RANK,
     SHARED_WIDTH,
     tiny_arrays,
     tiny_token_ids,
@@ -44,6 +48,10 @@ CLASSES = {
     "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
+    "deepseek_v2": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v2_groups": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", "Glm4MoeLiteForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
     "qwen2moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
@@ -75,7 +83,7 @@ PHI3_FUSED = {
 def rope_parameters(hp: ModelHParams) -> dict[str, object]:
     scaling = hp.rope_scaling
     values: dict[str, object] = {"rope_theta": hp.rope_theta, "rope_type": "default"}
-    if hp.rope_dim is not None:
+    if hp.rope_dim is not None and hp.latent is None:
         values["partial_rotary_factor"] = hp.rope_dim / hp.head_dim
     if scaling.kind == "none":
         return values
@@ -86,6 +94,8 @@ def rope_parameters(hp: ModelHParams) -> dict[str, object]:
         values["original_max_position_embeddings"] = scaling.original_max_position_embeddings
     if scaling.kind == "yarn":
         values["truncate"] = scaling.truncate
+        if hp.latent is not None:
+            values |= {"mscale": 0.7, "mscale_all_dim": 0.7}
     if scaling.kind == "llama3":
         values["low_freq_factor"] = scaling.low_freq_factor
         values["high_freq_factor"] = scaling.high_freq_factor
@@ -97,7 +107,7 @@ def rope_parameters(hp: ModelHParams) -> dict[str, object]:
 
 def expert_values(name: str, hp: ModelHParams) -> dict[str, object]:
     """What the configurations of mixtures say of experts."""
-    if hp.architecture in ("ernie4_5-moe", "glm4moe"):
+    if hp.architecture in ("deepseek2", "ernie4_5-moe", "glm4moe"):
         return special_experts(name, hp)
     values: dict[str, object] = {"num_experts_per_tok": hp.num_experts_per_tok}
     if hp.architecture in ("gpt-oss", "mixtral", "granitemoe"):
@@ -117,7 +127,7 @@ def expert_values(name: str, hp: ModelHParams) -> dict[str, object]:
 def special_experts(name: str, hp: ModelHParams) -> dict[str, object]:
     """GLM-4.5 and ERNIE 4.5 have words of their own."""
     num_dense, num_shared = len(DENSE_LAYERS[name]), SHARED_WIDTH // hp.moe_intermediate_size
-    if hp.architecture == "glm4moe":
+    if hp.architecture in ("deepseek2", "glm4moe"):
         return {
             "num_experts_per_tok": hp.num_experts_per_tok,
             "n_routed_experts": hp.num_experts,
@@ -126,7 +136,7 @@ def special_experts(name: str, hp: ModelHParams) -> dict[str, object]:
             "n_shared_experts": num_shared,
             "first_k_dense_replace": num_dense,
             "routed_scaling_factor": hp.expert_scale,
-            "use_qk_norm": not hp.attention_bias,
+            **(latent_values(name, hp) if hp.latent else {"use_qk_norm": not hp.attention_bias}),
         }
     return {
         "moe_k": hp.num_experts_per_tok,
@@ -135,6 +145,28 @@ def special_experts(name: str, hp: ModelHParams) -> dict[str, object]:
         "moe_num_shared_experts": num_shared,
         "moe_layer_start_index": num_dense,
     }
+
+
+def latent_values(name: str, hp: ModelHParams) -> dict[str, object]:
+    assert hp.latent is not None
+    values: dict[str, object] = {
+        "kv_lora_rank": hp.latent.rank,
+        "q_lora_rank": Q_RANK if hp.expert_scoring == "sigmoid" else None,
+        "qk_nope_head_dim": hp.latent.nope_dim,
+        "qk_rope_head_dim": hp.latent.rope_dim,
+        "v_head_dim": hp.latent.value_dim,
+        "n_group": hp.expert_groups,
+        "topk_group": hp.expert_top_groups,
+        "head_dim": hp.latent.rope_dim,
+    }
+    if name.startswith("deepseek_v2"):
+        values["topk_method"] = "greedy" if hp.expert_groups == 1 else "group_limited_greedy"
+    return values
+
+
+def class_names(name: str, hp: ModelHParams) -> tuple[str, str]:
+    """Configuration and model in `transformers`."""
+    return CLASSES[name if hp.latent is not None else hp.architecture]
 
 
 def make_config(name: str, hp: ModelHParams) -> transformers.PretrainedConfig:
@@ -197,7 +229,7 @@ def make_config(name: str, hp: ModelHParams) -> transformers.PretrainedConfig:
             "full_attention": rope_parameters(hp),
             "sliding_attention": {"rope_type": "default", "rope_theta": hp.rope_local_theta},
         }
-    return getattr(transformers, CLASSES[hp.architecture][0])(**values)
+    return getattr(transformers, class_names(name, hp)[0])(**values)
 
 
 def state_dict(name: str, hp: ModelHParams) -> dict[str, torch.Tensor]:
@@ -220,8 +252,19 @@ def state_dict(name: str, hp: ModelHParams) -> dict[str, torch.Tensor]:
                 matrices = [state.pop(f"{prefix}.{part}.weight") for part in parts]
                 state[f"{prefix}.{name}.weight"] = torch.cat(matrices)
     for i in range(hp.num_hidden_layers):
+        if hp.latent is not None:
+            join_latents(state, f"model.layers.{i}.self_attn", hp)
         stack_experts(state, f"model.layers.{i}.mlp", hp)
     return state
+
+
+def join_latents(state: dict[str, torch.Tensor], name: str, hp: ModelHParams) -> None:
+    """One matrix that makes keys and values of all heads."""
+    assert hp.latent is not None
+    heads, rank = hp.num_attention_heads, hp.latent.rank
+    keys = state.pop(f"{name}.k_b_proj.weight").reshape(heads, rank, -1).mT
+    values = state.pop(f"{name}.v_b_proj.weight").reshape(heads, -1, rank)
+    state[f"{name}.kv_b_proj.weight"] = torch.cat([keys, values], dim=1).reshape(-1, rank)
 
 
 def glm4_name(tensor: str) -> str:
@@ -245,12 +288,14 @@ def stack_experts(state: dict[str, torch.Tensor], mlp: str, hp: ModelHParams) ->
         for part in ("gate", "up", "down")
     )
     module = mlp
-    if hp.architecture in ("ernie4_5-moe", "glm4moe"):
+    if hp.architecture in ("deepseek2", "ernie4_5-moe", "glm4moe"):
         for part in ("gate", "up", "down"):
             own = state.pop(f"{mlp}.shared_expert.{part}_proj.weight")
             state[f"{mlp}.shared_experts.{part}_proj.weight"] = own
-        bias = state.pop(f"{mlp}.selection.bias")
-        if hp.architecture == "glm4moe":
+        bias = state.pop(f"{mlp}.selection.bias", None)
+        if bias is None:
+            pass
+        elif hp.architecture != "ernie4_5-moe":
             state[f"{mlp}.gate.e_score_correction_bias"] = bias
         else:
             state[f"{mlp}.gate.moe_statics.e_score_correction_bias"] = bias[None]
@@ -278,7 +323,7 @@ def stack_gpt_oss(state: dict[str, torch.Tensor], mlp: str, experts: list[str]) 
 
 
 def run(name: str, hp: ModelHParams) -> dict[str, np.ndarray]:
-    model = getattr(transformers, CLASSES[hp.architecture][1])(make_config(name, hp)).eval()
+    model = getattr(transformers, class_names(name, hp)[1])(make_config(name, hp)).eval()
     state = state_dict(name, hp)
     missing, unexpected = model.load_state_dict(state, strict=False)
     wrong = [key for key in missing if "pooler" not in key]
@@ -299,16 +344,21 @@ def run(name: str, hp: ModelHParams) -> dict[str, np.ndarray]:
     return stored
 
 
-def main() -> None:
+PARTS = {"": CASES | EXPERT_CASES, "latent": LATENT_CASES}
+"""Cases of each file."""
+
+
+def main(parts: list[str]) -> None:
     torch.manual_seed(0)
-    stored: dict[str, np.ndarray] = {}
-    for name, hp in ALL_CASES.items():
-        stored |= run(name, hp)
-        print(name, stored[name].shape, "std", stored[name].std())
-    path = Path("tests/data/tiny_logits.npz")
-    np.savez_compressed(path, **stored)
-    print(f"{path}: {path.stat().st_size} bytes")
+    for part in parts or PARTS:
+        stored: dict[str, np.ndarray] = {}
+        for name, hp in PARTS[part].items():
+            stored |= run(name, hp)
+            print(name, stored[name].shape, "std", stored[name].std())
+        path = Path(f"tests/data/tiny_logits{'_' * bool(part)}{part}.npz")
+        np.savez_compressed(path, **stored)
+        print(f"{path}: {path.stat().st_size} bytes")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -82,12 +82,14 @@ class PlanBuilder(RecurrentBuilder):
         shared: bool = True,
         weight_offset: float | None = None,
         has_weight: bool = True,
+        eps: float | None = None,
     ) -> Buffer:
         """RMSNorm of each row, or of each group of ``group`` values (per-head norm).
 
         Groups have one weight unless not ``shared``: then each has its part of a wide one.
         ``weight_offset``: added to the weight; None = what the model adds to all its norms'.
         ``has_weight=False``: the model has no weight for it.
+        ``eps``: None = that of the model.
         """
         if group is not None and x.width % group:
             raise self._error(f"{x.name} has width {x.width}, not a multiple of group {group}")
@@ -97,7 +99,7 @@ class PlanBuilder(RecurrentBuilder):
         weight = self._vector(f"{name}.weight", size) if has_weight else ones(name, size)
         offset = offset if has_weight else 0.0
         out = self._buffer(x.width, x.rows, name)
-        self._ops.append(ir.RmsNorm(x, weight, out, hp.norm_eps, weight_offset=offset, group=group))
+        self._ops.append(ir.RmsNorm(x, weight, out, eps or hp.norm_eps, offset, group))
         return out
 
     def layer_norm(self, x: Buffer, name: str) -> Buffer:
@@ -119,6 +121,27 @@ class PlanBuilder(RecurrentBuilder):
             bias_tensor = self._vector(bias_name, weight.shape[0])
         out = self._buffer(weight.shape[0], x.rows, name)
         self._ops.append(ir.Linear(x, weight, bias_tensor, out))
+        return out
+
+    def linear_rows(self, x: Buffer, name: str, rows: tuple[int, int]) -> Buffer:
+        """Rows ``[start, stop)`` of a linear layer without bias."""
+        self._matrix(f"{name}.weight", x.width)
+        weight = self.weight(f"{name}.weight", rows=rows)
+        out = self._buffer(weight.shape[0], x.rows, weight.name)
+        self._ops.append(ir.Linear(x, weight, None, out))
+        return out
+
+    def head_linear(self, x: Buffer, name: str, rows: int) -> Buffer:
+        """A linear layer of ``rows`` outputs for each head; see `ir.HeadLinear`."""
+        heads = self.hparams.num_attention_heads
+        weight = self.weight(f"{name}.weight")
+        if len(weight.shape) != 2 or weight.shape[0] != heads * rows:
+            raise self._shape_error(weight, f"({heads} * {rows}, n)")
+        width = x.width // heads
+        if width * heads != x.width or weight.shape[1] > width:
+            raise self._shape_error(weight, f"(n, {width}) at most: {x.name} is {x.width} wide")
+        out = self._buffer(heads * (rows + width - weight.shape[1]), x.rows, name)
+        self._ops.append(ir.HeadLinear(x, weight, out, heads))
         return out
 
     def experts(
@@ -169,6 +192,7 @@ class PlanBuilder(RecurrentBuilder):
             ir.Experts(
                 x, router, gate, up, down, out, self._activation(GATED_ACTIVATIONS), top_k,
                 normalize, gate_bias, up_bias, down_bias, scoring, bias, scale, factors,
+                self.hparams.expert_groups, self.hparams.expert_top_groups,
             )
         )  # fmt: skip
         return out
@@ -199,17 +223,22 @@ class PlanBuilder(RecurrentBuilder):
 
     # ---- attention ---------------------------------------------------------------------------
 
-    def rope(self, x: Buffer, table: ir.RotaryTable, head_dim: int | None = None) -> Buffer:
-        """Rotate every head of ``x`` in place; ``head_dim`` None = the model's."""
+    def rope(
+        self, x: Buffer, table: ir.RotaryTable, head_dim: int | None = None, offset: int = 0
+    ) -> Buffer:
+        """Rotate every head of ``x`` in place from dimension ``offset`` on.
+
+        ``head_dim``: None = the model's.
+        """
         self._needs_token_rows(x, "rope")
         head_dim = head_dim or self.hparams.head_dim
-        if x.width % head_dim or 2 * len(table.inv_freq) > head_dim:
+        if x.width % head_dim or offset + 2 * len(table.inv_freq) > head_dim:
             raise self._error(
                 f"cannot rotate {2 * len(table.inv_freq)} dimensions of heads of {head_dim} "
                 f"in {x.name} of width {x.width}"
             )
         num_heads, interleaved = x.width // head_dim, self.hparams.rope_interleaved
-        self._ops.append(ir.Rope(x, table, num_heads, head_dim, interleaved))
+        self._ops.append(ir.Rope(x, table, num_heads, head_dim, interleaved, offset))
         return x
 
     def attention(
@@ -224,29 +253,30 @@ class PlanBuilder(RecurrentBuilder):
         has_sinks: bool = False,
         head_dim: int | None = None,
         num_kv_heads: int | None = None,
+        value_dim: int | None = None,
         kv_layer: int | None = None,
     ) -> Buffer:
         """Attention over the request's KV cache; a causal one adds a layer to the cache.
 
         ``has_sinks``: the model has a score ``{name}.sinks.weight`` per head. ``head_dim`` and
-        ``num_kv_heads``: None = the model's. ``kv_layer``: read this layer of the cache, filled
-        before, and add none; then there are no k and v.
+        ``num_kv_heads``: None = the model's; ``value_dim``: None = head_dim. ``kv_layer``: read
+        this layer of the cache, filled before, and add none; then there are no k and v.
         """
         hp = self.hparams
         head_dim = head_dim or hp.head_dim
         heads, kv_heads = hp.num_attention_heads, num_kv_heads or hp.num_key_value_heads
-        for x, count, what in (
-            (q, heads, "num_attention_heads"),
-            (k, kv_heads, "num_key_value_heads"),
-            (v, kv_heads, "num_key_value_heads"),
+        for x, count, size, what in (
+            (q, heads, head_dim, "num_attention_heads"),
+            (k, kv_heads, head_dim, "num_key_value_heads"),
+            (v, kv_heads, value_dim or head_dim, "num_key_value_heads"),
         ):
             if x is None:
                 continue
             self._needs_token_rows(x, "attention")
-            if x.width != count * head_dim:
+            if x.width != count * size:
                 raise self._error(
                     f"{x.name} has {x.width} outputs; {what} * head_dim is "
-                    f"{count} * {head_dim} = {count * head_dim}"
+                    f"{count} * {size} = {count * size}"
                 )
         if heads % kv_heads:
             raise self._error(
@@ -257,14 +287,14 @@ class PlanBuilder(RecurrentBuilder):
             layer = kv_layer
         elif causal:
             layer = len(self._kv_layers)
-            self._kv_layers.append(ir.KVCacheLayer(kv_heads, head_dim, sliding_window))
-        out = self._buffer(q.width, Rows.TOKENS, name)
+            self._kv_layers.append(ir.KVCacheLayer(kv_heads, head_dim, sliding_window, value_dim))
+        out = self._buffer(heads * (value_dim or head_dim), Rows.TOKENS, name)
         scale = head_dim**-0.5 if hp.attention_scale is None else hp.attention_scale
         sinks = self._vector(f"{name}.sinks.weight", heads) if has_sinks else None
         self._ops.append(
             ir.Attention(
-                q, k, v, out, layer, heads, kv_heads, head_dim,
-                scale, sliding_window, hp.attn_logit_softcapping, causal, sinks,
+                q, k, v, out, layer, heads, kv_heads, head_dim, scale,
+                sliding_window, hp.attn_logit_softcapping, causal, sinks, value_dim,
             )
         )  # fmt: skip
         return out
@@ -312,6 +342,14 @@ class PlanBuilder(RecurrentBuilder):
         self._same_shape(x, y)
         out = self._buffer(x.width, x.rows, f"{y.name}.sum")
         self._ops.append(ir.Add(x, y, out))
+        return out
+
+    def concat(self, x: Buffer, y: Buffer) -> Buffer:
+        """Values of ``y`` behind those of ``x``."""
+        if x.rows is not y.rows:
+            raise self._error(f"{x.name} and {y.name} must have the same rows")
+        out = self._buffer(x.width + y.width, x.rows, f"{x.name}.concat")
+        self._ops.append(ir.Concat(x, y, out))
         return out
 
     def add_bias(self, x: Buffer, bias: TensorRef) -> Buffer:

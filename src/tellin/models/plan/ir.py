@@ -61,6 +61,13 @@ class KVCacheLayer:
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None = None
+    value_dim: int | None = None
+    """Of values; None: as of keys."""
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that the layer holds of a token."""
+        return self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
 
 @dataclass(frozen=True)
@@ -164,6 +171,30 @@ class Linear(Op):
 
 
 @dataclass(frozen=True)
+class HeadLinear(Op):
+    """A linear layer for each head: ``out_h = (x_h[:k] @ weight_h.T, x_h[k:])``.
+
+    A row of ``x`` and of ``out`` is ``num_heads`` parts of equal width; ``weight``
+    ``(num_heads * n, k)`` has n rows for each. What lies behind a part's first k values passes.
+    Source: DeepSeek-AI 2024 (DeepSeek-V2), appendix C: matrices taken into queries and output.
+    """
+
+    x: Buffer
+    weight: TensorRef
+    out: Buffer
+    num_heads: int
+
+
+@dataclass(frozen=True)
+class Concat(Op):
+    """``out = (x, y)``: the values of y behind those of x, row by row."""
+
+    x: Buffer
+    y: Buffer
+    out: Buffer
+
+
+@dataclass(frozen=True)
 class MultiLinear(Op):
     """Several linear layers of the same input (made by the fusion pass: q/k/v).
 
@@ -204,14 +235,16 @@ class Experts(Op):
 
     ``router`` ``[num_rows, num_experts]`` holds a logit for each expert; p is their softmax, or
     with ``scoring`` sigmoid the sigmoid of each. A row chooses the ``top_k`` largest of p plus
-    ``selection_bias`` ``(num_experts,)``, if given (of equal ones the lowest id); ``normalize``
+    ``selection_bias`` ``(num_experts,)``, if given (of equal ones the lowest id), from the
+    ``top_groups`` best of ``groups`` parts of the experts: a part is as good as its best expert, or
+    with sigmoid as the two best together. ``normalize``
     divides their p by the sum of them; ``scale`` multiplies them at last, and ``scales``
     ``(num_experts,)``, if given, each by a factor of its expert. The sum over the chosen
     ones is made in the order of their ids. ``gate[e]`` and ``up[e]`` ``(expert width, x.width)``,
     ``down[e]`` ``(out.width, expert width)``; each of the three has one storage type. A row whose
     logits are not numbers, or with softmax hold +inf, becomes NaN.
     Source: Shazeer et al. 2017, eq. 1-5; Jiang et al. 2024 (Mixtral), section 2.1; DeepSeek-AI 2024
-    (DeepSeek-V3), eq. 13-16, for sigmoid and bias.
+    (DeepSeek-V3), eq. 13-16, for sigmoid and bias; DeepSeek-V2, section 2.2.2, for groups.
     """
 
     x: Buffer
@@ -231,6 +264,8 @@ class Experts(Op):
     selection_bias: TensorRef | None = None
     scale: float = 1.0
     scales: TensorRef | None = None
+    groups: int = 1
+    top_groups: int = 1
 
     @property
     def weights(self) -> tuple[TensorRef, ...]:
@@ -277,8 +312,8 @@ class Rope(Op):
 
     ``x`` ``[num_tokens, num_heads * head_dim]``. Pair (a, b) of frequency i becomes
     (a cos - b sin, a sin + b cos), angle = position * inv_freq[i]. ``interleaved``: pairs are
-    (2i, 2i+1), else (i, i + rope_dim/2); rope_dim = 2 len(inv_freq), dimensions past it pass
-    unchanged. Source: Su et al. 2021 (RoFormer), eq. 34.
+    (2i, 2i+1), else (i, i + rope_dim/2), of the rope_dim = 2 len(inv_freq) dimensions from
+    ``offset`` on; the others pass unchanged. Source: Su et al. 2021 (RoFormer), eq. 34.
     """
 
     x: Buffer
@@ -286,6 +321,7 @@ class Rope(Op):
     num_heads: int
     head_dim: int
     interleaved: bool
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -295,7 +331,8 @@ class Attention(Op):
     Without k and v it writes nothing: an operation before has filled the same ``layer``.
 
     ``q``, ``out`` ``[num_tokens, num_heads * head_dim]``; ``k``, ``v``
-    ``[num_tokens, num_kv_heads * head_dim]``. A query at position p sees positions
+    ``[num_tokens, num_kv_heads * head_dim]``; with ``value_dim``, at most head_dim, heads of ``v``
+    and ``out`` have that many values. A query at position p sees positions
     ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query head h uses
     kv head ``h // (num_heads / num_kv_heads)``. Scores are q.k * scale; with ``softcap`` c they
     become c * tanh(score / c). ``causal=False``: every query sees the whole request, which must be
@@ -317,6 +354,7 @@ class Attention(Op):
     softcap: float | None = None
     causal: bool = True
     sinks: TensorRef | None = None
+    value_dim: int | None = None
 
 
 @dataclass(frozen=True)

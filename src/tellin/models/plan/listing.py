@@ -45,9 +45,7 @@ def plan_cost(plan: Plan) -> PlanCost:
         token_macs=sum(op_macs(op) for op in plan.ops if op.writes[0].rows is Rows.TOKENS),
         logit_macs=sum(op_macs(op) for op in plan.ops if op.writes[0].rows is Rows.LOGITS),
         token_weight_bytes=sum(op_weight_bytes(op) for op in plan.ops),
-        kv_values_per_token=sum(
-            2 * layer.num_kv_heads * layer.head_dim for layer in plan.kv_layers
-        ),
+        kv_values_per_token=sum(layer.values_per_token for layer in plan.kv_layers),
         state_values=sum(layer.num_values for layer in plan.state_layers),
     )
 
@@ -63,7 +61,7 @@ def op_weight_bytes(op: Op) -> int:
 
 def op_macs(op: Op) -> int:
     """Multiply-accumulates of an operation's matrices for one row."""
-    if isinstance(op, ir.Linear | ir.MultiLinear | ir.GatedLinear):
+    if isinstance(op, ir.Linear | ir.HeadLinear | ir.MultiLinear | ir.GatedLinear):
         return sum(tensor.num_elements for tensor in op.weights if len(tensor.shape) == 2)
     if isinstance(op, ir.Experts):
         return op.top_k * sum(tensor.num_elements for tensor in _one_expert(op))
@@ -209,8 +207,9 @@ def _experts(op: ir.Experts) -> str:
     bias = "" if op.selection_bias is None else ", chosen with a bias,"
     times = "" if op.scale == 1 else f" * {op.scale:g}"
     times += "" if op.scales is None else " * c"
+    groups = "" if op.groups == 1 else f" in {op.top_groups} of {op.groups} groups"
     return (
-        f"{op.top_k} of {len(op.gate)} experts by {shares}{op.scoring}({_name(op.router)})"
+        f"{op.top_k} of {len(op.gate)} experts{groups} by {shares}{op.scoring}({_name(op.router)})"
         f"{times}{bias}: "
         f"W3 ({op.act}(W1 {x}) * (W2 {x}))"
     )
@@ -218,7 +217,8 @@ def _experts(op: ir.Experts) -> str:
 
 def _rope(op: ir.Rope) -> str:
     dims = 2 * len(op.table.inv_freq)
-    partial = "" if dims == op.head_dim else f"first {dims} dims of "
+    where = f"{dims} dims from {op.offset}" if op.offset else f"first {dims} dims"
+    partial = "" if dims == op.head_dim else f"{where} of "
     pairs = ", adjacent pairs" if op.interleaved else ""
     return f"rotate({_name(op.x)}) {partial}{op.num_heads} heads x {op.head_dim}{pairs}"
 
@@ -269,6 +269,7 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.RmsNorm: _norm,
     ir.LayerNorm: lambda op: f"layer_norm({_name(op.x)}), eps {op.eps:g}",
     ir.Linear: _linear,
+    ir.HeadLinear: lambda op: f"W {_name(op.x)}, in each of {op.num_heads} heads",
     ir.MultiLinear: _multi_linear,
     ir.GatedLinear: _gated_linear,
     ir.Experts: _experts,
@@ -282,6 +283,7 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.ActMul: _act_mul,
     ir.Activation: lambda op: f"{op.act}({_name(op.x)})",
     ir.Add: lambda op: f"{_name(op.x)} + {_name(op.y)}",
+    ir.Concat: lambda op: f"{_name(op.x)}, {_name(op.y)}",
     ir.AddBias: lambda op: f"{_name(op.x)} + c",
     ir.AddPositionEmbedding: lambda op: f"{_name(op.x)} + W[positions]",
     ir.AddTokenTypeEmbedding: lambda op: f"{_name(op.x)} + W[token_types]",

@@ -138,8 +138,9 @@ def fuse_multi_linears(plan: Plan) -> Plan:
 # ---- rows ------------------------------------------------------------------------------------
 
 _ROWWISE = (
-    ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.MultiLinear, ir.GatedLinear, ir.Experts, ir.Lora,
-    ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.AddBias, ir.Scale, ir.ScaleByWeight,
+    ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.HeadLinear, ir.MultiLinear, ir.GatedLinear, ir.Experts,
+    ir.Lora, ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.Concat, ir.AddBias, ir.Scale,
+    ir.ScaleByWeight,
     ir.Softcap,
 )  # fmt: skip
 """Operations whose result for a row depends on nothing but that row."""
