@@ -309,6 +309,10 @@ def test_states_take_half_of_the_memory_at_most() -> None:
     # A model without attention gives all of it to states.
     sizes = plan_kv_cache(config, Memory(100 * 1024, 0, bytes_per_slot=10 * 1024))
     assert (sizes.num_state_slots, sizes.max_num_seqs, sizes.num_blocks) == (10, 8, 129)
+    config = make_config(num_kv_blocks=None, max_num_seqs=64, max_model_len=1 << 20)
+    assert (
+        plan_kv_cache(config, Memory(1 << 30, 0, bytes_per_slot=1024)).num_blocks == (1 << 18) + 1
+    )
 
 
 def test_a_given_number_of_blocks_leaves_the_rest_to_states() -> None:

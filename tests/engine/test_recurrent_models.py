@@ -68,7 +68,9 @@ def make_engine(model: Path, **options: Any) -> LLMEngine:
     settings = {"max_model_len": MAX_MODEL_LEN, "num_kv_blocks": 128, "num_threads": 2}
     args = EngineArgs(model, backend=BACKEND, **{**settings, **options})
     engine = LLMEngine.from_engine_args(args)
-    states = engine.engine_core.engine_core.scheduler.kv_cache_manager.states  # type: ignore[attr-defined]
+    core = engine.engine_core.engine_core  # type: ignore[attr-defined]
+    core.executor.worker.runner._max_prompt_logits = 16  # prompt logprobs take passes of their own
+    states = core.scheduler.kv_cache_manager.states
     states.min_saved_tokens, states.checkpoint_tokens, states.decode_tokens = 16, 32, 16
     return engine
 

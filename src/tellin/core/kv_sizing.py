@@ -16,6 +16,9 @@ from tellin.exceptions import InvalidParameterError, OutOfMemoryError
 SNAPSHOTS_PER_REQUEST = 2
 """State slots that are kept for the prefix cache, for each request that may run, if they fit."""
 
+MAX_EMPTY_BLOCKS = 1 << 18
+"""Blocks without memory behind them; the bookkeeping of one takes about 200 bytes."""
+
 
 class KVMemory(Protocol):
     """The part of an executor that is asked."""
@@ -77,8 +80,9 @@ def plan_kv_cache(config: EngineConfig, executor: KVMemory) -> KVCacheSizes:
         num_slots = _choose_num_slots(config, bytes_per_slot, bytes_per_block, executor)
         num_bytes = num_slots * bytes_per_slot
         max_num_seqs = min(max_num_seqs, (num_slots - 1) // _slots_per_request(config))
-    if bytes_per_block <= 0:  # a model without attention keeps no KV: any number does
-        num_blocks = max_num_seqs * blocks_per_request + 1
+    if bytes_per_block <= 0:  # a model without attention keeps no KV: blocks are only counted
+        num_blocks = max_num_seqs * blocks_per_request
+        num_blocks = max(blocks_per_request, min(num_blocks, MAX_EMPTY_BLOCKS)) + 1
         return KVCacheSizes(num_blocks, block_size, max_model_len, max_num_seqs, num_slots)
     num_blocks = _choose_num_blocks(config, bytes_per_block, num_bytes, max_num_seqs, executor)
     num_fitting = (num_blocks - 1) * block_size
