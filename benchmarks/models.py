@@ -2,8 +2,8 @@
 
 Names: a model of tellin's store (``smollm2``, ``gemma3-270m``), ``synthetic-q4_0`` and its like
 (the 1.1 B Llama with random weights that `benchmarks.synthetic` writes into the cache),
-``synthetic-moe-q4_0`` and its like (2.5 B weights in 64 experts, of which a token uses 8), or a
-GGUF path.
+``synthetic-moe-q4_0`` and its like (2.5 B weights in 64 experts, of which a token uses 8),
+``synthetic-hybrid-q4_0`` and its like (Qwen3.5's layers, 0.5 B weights), or a GGUF path.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fractions import Fraction
 from pathlib import Path
 
 SYNTHETIC = "synthetic-"
-SYNTHETIC_MOE = "synthetic-moe-"
+SYNTHETIC_SHAPES = ("moe", "hybrid")
+"""Of `benchmarks.synthetic`, besides the Llama."""
 FULL_MODELS = (
     "smollm2",
     "gemma3-270m",
@@ -66,10 +67,10 @@ def open_bench_model(name: str, cache: Path) -> BenchModel:
         weight_bytes = macs = Fraction(0)
         bytes_of_type: Counter[str] = Counter()
         for tensor_name, tensor in tensors.items():
-            bytes_of_type[tensor.quant_type.name] += tensor.data.nbytes
+            bytes_of_type[tensor.quant_type.name] += tensor.num_bytes
             share = used if ".experts." in tensor_name else 1
             if tensor_name != "embed_tokens.weight" or tied:
-                weight_bytes += share * tensor.data.nbytes
+                weight_bytes += share * tensor.num_bytes
             if tensor_name.startswith("layers.") and len(tensor.shape) == 2:
                 macs += share * math.prod(tensor.shape)
         return BenchModel(
@@ -97,8 +98,9 @@ def _path_of(name: str, cache: Path) -> Path:
             # 1.1 billion weights: 16 layers, 32 heads of 64, 8 key-value heads, as in Llama 3.2 1B.
             shape = ModelShape(2048, 8192, 16, 32, 8, 32_000, tie_word_embeddings=False)
             quant = name.removeprefix(SYNTHETIC)
-            if name.startswith(SYNTHETIC_MOE):
-                shape, quant = SIZES["moe"], name.removeprefix(SYNTHETIC_MOE)
+            for size in SYNTHETIC_SHAPES:
+                if quant.startswith(f"{size}-"):
+                    shape, quant = SIZES[size], quant.removeprefix(f"{size}-")
             write_llama(partial, shape, quant)
             partial.rename(path)
         return path

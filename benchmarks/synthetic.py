@@ -1,6 +1,6 @@
 """Writes models with random weights in any size and quantisation, for benchmarks and tests.
 
-Llama, or Qwen3-MoE where the shape has experts.
+Llama, Qwen3-MoE where the shape has experts, or Qwen3.5 where it has linear attention.
 
 Weights are random but sane: blocks are valid, values have mean 0 and a standard deviation that
 keeps activations near 1, so that kernels meet no NaN, no infinity and no denormal. The tokenizer is
@@ -37,7 +37,8 @@ _CHAT_TEMPLATE = (
 class ModelShape:
     """Dimensions of a model: Llama, or Qwen3-MoE if ``num_experts`` is not 0.
 
-    ``intermediate_size`` is the width of one expert then.
+    ``intermediate_size`` is the width of one expert then. Qwen3.5 if ``num_linear_heads`` is not 0:
+    so many keys and values of linear attention, `LINEAR_DIM` wide, in three layers of four.
     """
 
     hidden_size: int
@@ -52,9 +53,12 @@ class ModelShape:
     tie_word_embeddings: bool = True
     num_experts: int = 0
     num_experts_per_tok: int = 0
+    num_linear_heads: int = 0
 
     @property
     def architecture(self) -> str:
+        if self.num_linear_heads:
+            return "qwen35"
         return "qwen3moe" if self.num_experts else "llama"
 
 
@@ -74,9 +78,12 @@ SIZES = {
         2048, 768, 48, 32, 4, 151_936, 128, tie_word_embeddings=False, num_experts=128,
         num_experts_per_tok=8,
     ),
+    "hybrid": ModelShape(1024, 3584, 24, 8, 2, 32_000, 256, num_linear_heads=16),
 }  # fmt: skip
-"""Shapes of SmolLM2 (135m, 360m), Llama 3 (1b, 3b, 8b) and Qwen3-30B-A3B (30b-moe), of a mixture of
-2.5 billion weights of which a token uses 0.4 (moe), and two that a test can afford."""
+"""Shapes of SmolLM2 (135m, 360m), Llama 3 (1b, 3b, 8b), Qwen3-30B-A3B (30b-moe) and Qwen3.5 0.8B
+with fewer words (hybrid), of a mixture of 2.5 billion weights of which a token uses 0.4 (moe), and
+two that a test can afford."""
+LINEAR_DIM, LINEAR_KERNEL = 128, 4
 
 
 def write_llama(path: Path, shape: ModelShape, quant: str = "q4_0", seed: int = 0) -> Path:
@@ -104,6 +111,9 @@ def write_llama(path: Path, shape: ModelShape, quant: str = "q4_0", seed: int = 
                 # What layers add must not drown a token's embedding: the hidden states of all
                 # tokens would become alike, and choose the same experts.
                 sigma *= _SMALL_ADDITION
+            if name.endswith("ssm_a"):
+                file.write(np.full(num_blocks, -0.05, dtype=np.float32).tobytes())
+                num_blocks = 0
             for start in range(0, num_blocks, _CHUNK_BLOCKS):
                 count = min(_CHUNK_BLOCKS, num_blocks - start)
                 file.write(random_blocks(generator, quant_type, count, sigma, len(dims) == 1))
@@ -260,14 +270,32 @@ def _tensors(shape: ModelShape, quant: str) -> Iterator[tuple[str, tuple[int, ..
     yield matrix("token_embd.weight", shape.vocab_size, hidden, "embedding")
     for i in range(shape.num_hidden_layers):
         yield f"blk.{i}.attn_norm.weight", (hidden,), QuantType.F32
-        yield matrix(f"blk.{i}.attn_q.weight", query, hidden, "other")
-        yield matrix(f"blk.{i}.attn_k.weight", kv, hidden, "other")
-        yield matrix(f"blk.{i}.attn_v.weight", kv, hidden, "sensitive", i)
-        yield matrix(f"blk.{i}.attn_output.weight", hidden, query, "other")
-        yield f"blk.{i}.ffn_norm.weight", (hidden,), QuantType.F32
+        is_hybrid = shape.num_linear_heads > 0
+        if is_hybrid and (i + 1) % 4:
+            width = shape.num_linear_heads * LINEAR_DIM
+            yield matrix(f"blk.{i}.attn_qkv.weight", 3 * width, hidden, "other")
+            yield matrix(f"blk.{i}.attn_gate.weight", width, hidden, "other")
+            for part in ("alpha", "beta"):
+                rows = shape.num_linear_heads
+                yield matrix(f"blk.{i}.ssm_{part}.weight", rows, hidden, "other")
+            yield f"blk.{i}.ssm_conv1d.weight", (3 * width, LINEAR_KERNEL), QuantType.F32
+            yield f"blk.{i}.ssm_a", (shape.num_linear_heads,), QuantType.F32
+            yield f"blk.{i}.ssm_dt.bias", (shape.num_linear_heads,), QuantType.F32
+            yield f"blk.{i}.ssm_norm.weight", (LINEAR_DIM,), QuantType.F32
+            yield matrix(f"blk.{i}.ssm_out.weight", hidden, width, "other")
+        else:
+            # Qwen3.5's queries have a gate each.
+            queries = 2 * query if is_hybrid else query
+            yield matrix(f"blk.{i}.attn_q.weight", queries, hidden, "other")
+            yield matrix(f"blk.{i}.attn_k.weight", kv, hidden, "other")
+            yield matrix(f"blk.{i}.attn_v.weight", kv, hidden, "sensitive", i)
+            yield matrix(f"blk.{i}.attn_output.weight", hidden, query, "other")
+            if shape.num_experts or is_hybrid:
+                yield f"blk.{i}.attn_q_norm.weight", (head_dim,), QuantType.F32
+                yield f"blk.{i}.attn_k_norm.weight", (head_dim,), QuantType.F32
+        norm = "post_attention_norm" if is_hybrid else "ffn_norm"
+        yield f"blk.{i}.{norm}.weight", (hidden,), QuantType.F32
         if shape.num_experts:
-            yield f"blk.{i}.attn_q_norm.weight", (head_dim,), QuantType.F32
-            yield f"blk.{i}.attn_k_norm.weight", (head_dim,), QuantType.F32
             yield f"blk.{i}.ffn_gate_inp.weight", (shape.num_experts, hidden), QuantType.F32
         yield mlp(f"blk.{i}.ffn_gate", inner, hidden, "other")
         yield mlp(f"blk.{i}.ffn_up", inner, hidden, "other")
@@ -319,9 +347,19 @@ def _metadata(shape: ModelShape, quant: str) -> dict[str, Any]:
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": 1e-5,
         "rope.freq_base": shape.rope_theta,
-        "rope.dimension_count": head_dim,
+        "rope.dimension_count": head_dim // 4 if shape.num_linear_heads else head_dim,
         "vocab_size": shape.vocab_size,
     }
+    if shape.num_linear_heads:
+        own |= {
+            "rope.dimension_sections": np.array([11, 11, 10, 0], dtype=np.int32),
+            "ssm.conv_kernel": LINEAR_KERNEL,
+            "ssm.state_size": LINEAR_DIM,
+            "ssm.group_count": shape.num_linear_heads,
+            "ssm.time_step_rank": shape.num_linear_heads,
+            "ssm.inner_size": shape.num_linear_heads * LINEAR_DIM,
+            "full_attention_interval": 4,
+        }
     if shape.num_experts:
         own |= {
             "expert_count": shape.num_experts,
