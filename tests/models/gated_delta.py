@@ -163,14 +163,21 @@ def checkpoint_arrays(name: str, vocab: int = VOCAB) -> Arrays:
 
 
 def write_checkpoint(
-    folder: Path, name: str, composite: bool = False, with_tokenizer: bool = False
+    folder: Path,
+    name: str,
+    composite: bool = False,
+    with_tokenizer: bool = False,
+    changed: Arrays | None = None,
 ) -> Path:
     """A folder with a text model or, ``composite``, with one that sees pictures.
 
-    Beside its layers it holds one that predicts further tokens.
+    Beside its layers it holds one that predicts further tokens. ``changed``: weights that are not
+    the case's own, without ``model.`` in front.
     """
     vocab = tiny_hybrids.VOCAB if with_tokenizer else VOCAB
     values, arrays = config(name, vocab), checkpoint_arrays(name, vocab)
+    if changed is not None:
+        arrays = {key: changed[key.removeprefix("model.")] for key in arrays}
     if composite:
         kind = values["model_type"].removesuffix("_text")
         values = {"model_type": kind, "text_config": values, "vision_config": {"depth": 1}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,17 @@ from tellin.kernels import _C
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
+from tellin.loading.lora import load_adapter
 from tellin.models import build_plan
 from tellin.models.plan.ir import Plan
-from tests.models.gated_delta import CASES, V_HEADS, write_checkpoint, write_tiny_gguf
+from tests.models.adapters import Pairs, merged, write_adapter
+from tests.models.gated_delta import (
+    CASES,
+    V_HEADS,
+    checkpoint_arrays,
+    write_checkpoint,
+    write_tiny_gguf,
+)
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny import tiny_token_ids
 
@@ -156,6 +165,45 @@ def test_what_does_not_fit_is_refused(
     (path / "config.json").write_text(json.dumps(values))
     with pytest.raises(error, match=match):
         plan_of(path)
+
+
+def test_adapters_fit_mixed_and_tiled_rows(tmp_path: Path) -> None:
+    """An adapter of every linear layer, as trained on the checkpoint, gives the merged model."""
+    for name in ("qwen35", "qwen3next"):
+        base = checkpoint_arrays(name)
+        random = np.random.RandomState(5)
+        pairs: Pairs = {}
+        for tensor, values in base.items():
+            is_linear = ".layers." in tensor and values.ndim == 2
+            if is_linear and not any(
+                part in tensor for part in (".experts.", "shared", "mlp.gate.")
+            ):
+                a = random.standard_normal((3, values.shape[1])) / np.sqrt(values.shape[1])
+                b = random.standard_normal((values.shape[0], 3)) * 0.3
+                layer = tensor.removeprefix("model.").removesuffix(".weight")
+                pairs[layer] = (a.astype(np.float32), b.astype(np.float32))
+        assert {key.rpartition(".")[2] for key in pairs} > {"q_proj", "out_proj"}
+        whole = merged({key.removeprefix("model."): a for key, a in base.items()}, pairs)
+        folder = write_checkpoint(tmp_path / f"{name}-merged", name, changed=whole)
+        expected = logits_of(ReferenceBackend(plan_of(folder)), IDS)
+        adapter_folder = write_adapter(tmp_path / f"{name}-adapter", pairs)
+        for path in (
+            write_checkpoint(tmp_path / name, name),
+            write_tiny_gguf(tmp_path / f"{name}.gguf", name),
+        ):
+            with open_model(path) as source:
+                plan = build_plan(source, max_lora_rank=4)
+                adapter = load_adapter(adapter_folder, source.hparams, plan.lora_sites, 4)
+            assert set(adapter.weights) == set(plan.lora_sites)
+            backend: Any = ReferenceBackend(plan)
+            backend.set_adapter(0, adapter.weights)
+            forward = backend.forward
+            slot = np.zeros(1, np.int32)
+            backend.forward = lambda batch, run=forward, slot=slot: run(
+                replace(batch, adapter_slots=slot)
+            )
+            logits = logits_of(backend, IDS)
+            np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-3, err_msg=str(path))
 
 
 def test_pictures_are_refused(tmp_path: Path) -> None:

@@ -233,3 +233,22 @@ def gated_delta_order(hparams: ModelHParams, layer: str) -> Order | None:
     rows = np.arange(groups * sum(pieces), dtype=np.int64).reshape(groups, -1)
     ends = np.cumsum(pieces).tolist()
     return np.concatenate([part.reshape(-1) for part in np.split(rows, ends[:-1], axis=1)])
+
+
+def value_head_order(hparams: ModelHParams, layer: str) -> Order | None:
+    """The checkpoint's place for each output of a layer (of out_proj: input) that value heads have.
+
+    None where the model has the checkpoint's order.
+    """
+    linear = hparams.linear_attention
+    prefix, _, name = layer.rpartition(".")
+    if linear is None or not linear.is_tiled or not prefix.endswith(".linear_attn"):
+        return None
+    if name in ("in_proj_v", "in_proj_z", "out_proj"):
+        width = linear.value_head_dim
+    elif name in ("in_proj_a", "in_proj_b"):
+        width = 1
+    else:
+        return None
+    places = np.arange(linear.num_value_heads * width, dtype=np.int64)
+    return places.reshape(linear.num_key_heads, -1, width).swapaxes(0, 1).reshape(-1)

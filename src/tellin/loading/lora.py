@@ -21,9 +21,10 @@ import numpy.typing as npt
 
 from tellin.exceptions import AdapterError, AdapterNotFoundError, LoadError
 from tellin.loading.dequantize import dequantize
+from tellin.loading.gated_delta import value_head_order
 from tellin.loading.hparams import NEIGHBOUR_PAIRS
 from tellin.loading.json_file import read_json_object
-from tellin.loading.names import canonical_hf_name, fused_parts
+from tellin.loading.names import canonical_hf_name, fused_order, fused_parts
 from tellin.loading.safetensors import SafetensorsFile
 from tellin.loading.tensors import ModelHParams, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
@@ -214,6 +215,14 @@ class _Reader:
         if not np.isfinite(b).all():
             self.reasons.append(f"{layer} overflows when it is scaled by its alpha")
             return {}
+        order = fused_order(self.hparams, name)
+        if order is not None:
+            b = b[order]
+        if (
+            name.endswith(".out_proj")
+            and (order := value_head_order(self.hparams, name)) is not None
+        ):
+            a = a[:, order]
         found = {}
         start = 0
         for part, rows in parts:
@@ -243,9 +252,13 @@ class _Reader:
         """Output rows in the order of the model's own.
 
         GGUF files of Llamas keep the two halves of a rotated pair next to each other, where the
-        checkpoints that adapters are trained on have them half a head apart.
+        checkpoints that adapters are trained on have them half a head apart; those of Qwen3.5 have
+        value heads in another order.
         """
         hparams = self.hparams
+        order = None if layer.endswith(".out_proj") else value_head_order(hparams, layer)
+        if order is not None:
+            return b[order]
         is_reordered = hparams.rope_interleaved and hparams.architecture not in NEIGHBOUR_PAIRS
         if not is_reordered or not layer.endswith((".q_proj", ".k_proj")):
             return b

@@ -29,7 +29,8 @@ def optimize(plan: Plan) -> Plan:
 # ---- adapters --------------------------------------------------------------------------------
 
 LORA_SITE = re.compile(
-    r"layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)(?=\.weight\Z)"
+    r"layers\.\d+\.(self_attn\.([qkvo]|gate)_proj|linear_attn\.(in_proj_[qkvzab]|out_proj)"
+    r"|mlp\.(gate|up|down)_proj)(?=\.weight\Z)"
 )
 """Linear layers that adapters may change."""
 
