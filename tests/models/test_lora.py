@@ -297,7 +297,9 @@ class _Adapted(Stepper):
             chosen = np.array([slots[name] for name in names], np.int32)
             return forward(replace(batch, adapter_slots=chosen))
 
-        self.backend = SimpleNamespace(block_size=backend.block_size, forward=with_slots)
+        self.backend = SimpleNamespace(
+            block_size=backend.block_size, plan=backend.plan, forward=with_slots
+        )
 
     def step(self, work: Any) -> list[np.ndarray]:
         self.names[:] = [name for name, _ in work]
