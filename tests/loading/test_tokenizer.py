@@ -18,8 +18,10 @@ from tellin.exceptions import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from tellin.loading.gguf_vocab import GGUFVocabulary
 from tellin.loading.pretokenizers import PRE_TOKENIZERS
 from tellin.loading.tokenizer import Tokenizer, load_tokenizer
+from tellin.loading.typed_mapping import TypedMapping
 from tests.loading.corpus import TEXTS, golden
 from tests.loading.gguf_writer import write_gguf
 from tests.loading.vocabularies import byte_level, sentencepiece, tokenizer
@@ -361,6 +363,31 @@ def test_sentencepiece_without_prefix_matches_runs_of_spaces(tmp_path: Path) -> 
         *("a", "\u2581a", "\u2581\u2581", "a", "\u2581\u2581\u2581", "\u2581a", "\n\n", "\n", "<b>")
     ]
     assert backend.decode(backend.encode("a a  a    a\n\n\n<b>")) == "a a  a    a\n\n\n<b>"
+
+
+def test_pieces_with_merges(tmp_path: Path) -> None:
+    """Gemma 4: visible spaces, runs of newlines, bytes for the rest, marks of calls as they are."""
+    merges = ["a b", "\u2581 ab", "\n \n", "\n\n \n"]
+    metadata = sentencepiece(["a", "b", "\u2581", "\n", *(m.replace(" ", "") for m in merges)],
+                             user_defined=["<|tool_call>", "<turn|>"])  # fmt: skip
+    metadata |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
+    t = tokenizer(tmp_path, metadata)
+    text = "ab ab b\n\n\n<|tool_call>\u00e9"
+    expected = [
+        "<s>",
+        "ab",
+        "\u2581ab",
+        "\u2581",
+        "b",
+        "\n\n\n",
+        "<|tool_call>",
+        "<0xC3>",
+        "<0xA9>",
+    ]
+    ids = t.encode(text)
+    assert t.convert_ids_to_tokens(ids) == expected
+    assert t.decode(ids) == text
+    assert GGUFVocabulary(TypedMapping(tmp_path, metadata)).end_token_ids() == (2, 4)
 
 
 def test_literal_byte_token_text_is_not_a_byte(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Builds a `tokenizers.Tokenizer` from the vocabulary in a GGUF file.
 
-Four kinds: byte-level BPE (``gpt2``), SentencePiece with scores (``llama``: Llama 2, Mistral,
-Gemma), WordPiece (``bert``), unigrams (``t5``: XLM-RoBERTa). Each becomes what the model's own
-``tokenizer.json`` describes, so that ids are the original's.
+Five kinds: byte-level BPE (``gpt2``), SentencePiece with scores (``llama``: Llama 2, Mistral,
+Gemma) or with merges (``gemma4``), WordPiece (``bert``), unigrams (``t5``: XLM-RoBERTa).
+Each becomes what the model's own ``tokenizer.json`` describes, so that ids are the original's.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def build_backend(vocabulary: GGUFVocabulary) -> Tokenizer:
     builders: dict[str, Callable[[GGUFVocabulary], Tokenizer]] = {
         "gpt2": _byte_level,
         "llama": _sentencepiece,
+        "gemma4": _sentencepiece_merges,
         "bert": _wordpiece,
         "t5": _unigram,
     }
@@ -128,6 +129,29 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
         steps.append(decoders.Strip(" ", 1, 0))
     backend.decoder = decoders.Sequence(steps)
     _add_special_tokens(vocabulary, backend, tokens, match_normalized=not add_prefix)
+    _set_template(vocabulary, backend, tokens, add_bos=True)
+    return backend
+
+
+def _sentencepiece_merges(vocabulary: GGUFVocabulary) -> Tokenizer:
+    """Pieces of a text whose spaces are visible, joined by merges; bytes where there are none."""
+    from tokenizers import decoders, normalizers
+
+    tokens = vocabulary.all_tokens()
+    vocab = _vocab(tokens)
+    unknown = vocabulary.special_id("unknown")
+    backend = _bpe(
+        vocabulary,
+        vocab,
+        _merges(vocabulary),
+        unk_token=None if unknown is None else tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=all(f"<0x{byte:02X}>" in vocab for byte in range(256)),
+    )
+    backend.normalizer = normalizers.Replace(" ", SPACE)
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(steps)
+    _add_special_tokens(vocabulary, backend, tokens)
     _set_template(vocabulary, backend, tokens, add_bos=True)
     return backend
 

@@ -27,6 +27,8 @@ _END_TEXTS = frozenset(
         "<|eom_id|>",
         "<|end|>",
         "<end_of_turn>",
+        "<turn|>",
+        "<|tool_response>",
         "<|END_OF_TURN_TOKEN|>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
         "<|return|>",

@@ -23,7 +23,7 @@ from tellin.entrypoints.openai.parsers.registry import (
     guess_tool_parser,
     template_has_tools,
     template_is_harmony,
-    template_thinks,
+    thought_marks,
 )
 from tellin.entrypoints.openai.server_config import ServerConfig
 
@@ -68,14 +68,18 @@ class ChatFormat:
             name = guess_tool_parser(template) if self.has_tools else "hermes"
         self.tool_parser_name = name
         self.tool_parser: type[ToolParser] = TOOL_PARSERS[name]
+        marks = thought_marks(template)
         self.thinks = config.reasoning_parser == "think" or (
-            config.reasoning_parser == "auto" and template_thinks(template)
+            config.reasoning_parser == "auto" and marks is not None
         )
+        self._marks = marks or (OPENING, CLOSING)
         self.is_harmony = config.reasoning_parser == "auto" and template_is_harmony(template)
         self._gate = None if config.reasoning_parser == "none" else gate
         special = _special_texts(tokenizer)
         self._special_tool_markers = any(text in special for text in self.tool_parser.markers)
-        self._special_think_markers = OPENING in special or CLOSING in special
+        self._special_think_markers = any(
+            mark.startswith(text) for mark in self._marks for text in special if text
+        )
         self._special_gate = gate is not None and gate.think_end_str in special
 
     def needs_special_tokens(self, has_tools: bool) -> bool:
@@ -134,7 +138,9 @@ class ChatFormat:
             )
         if constraint is Constraint.ANSWER or not self.thinks:
             return None
-        return ThinkParser(prompt.rstrip().endswith(OPENING))
+        opening, closing = self._marks
+        starts_inside = prompt.rstrip().endswith(opening)
+        return ThinkParser(starts_inside, opening=opening, closing=closing)
 
     def thought_marks(self, prompt: str, constraint: Constraint) -> tuple[str, str] | None:
         """Texts around the thoughts of an answer to ``prompt``; an empty first one: from the start.
@@ -150,7 +156,8 @@ class ChatFormat:
             return "", FINAL
         if constraint is Constraint.ANSWER or not self.thinks:
             return None
-        return ("" if prompt.rstrip().endswith(OPENING) else OPENING), CLOSING
+        opening, closing = self._marks
+        return ("" if prompt.rstrip().endswith(opening) else opening), closing
 
     def prepare(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None

@@ -1,4 +1,4 @@
-"""Thoughts that a model writes before its answer, between ``<think>`` and ``</think>``."""
+"""Thoughts that a model writes before its answer, between marks as ``<think>``, ``</think>``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from tellin.entrypoints.openai.parsers.text_scanner import MarkerScanner
 
 OPENING = "<think>"
 CLOSING = "</think>"
+GEMMA_MARKS = "<|channel>thought", "<channel|>"
+"""Of Gemma 4. Where it shall not think, the prompt ends with both of them."""
 
 
 class ThinkParser:

@@ -11,6 +11,7 @@ from tellin.entrypoints.openai.parsers.json_calls import (
 )
 from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
 from tellin.entrypoints.openai.parsers.qwen_xml import QwenXmlParser
+from tellin.entrypoints.openai.parsers.reasoning import CLOSING, GEMMA_MARKS, OPENING
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
@@ -49,9 +50,13 @@ def template_has_tools(chat_template: str) -> bool:
     return "tools" in chat_template
 
 
-def template_thinks(chat_template: str) -> bool:
-    """Whether a template belongs to a model that writes its thoughts down."""
-    return "<think>" in chat_template or "</think>" in chat_template
+def thought_marks(chat_template: str) -> tuple[str, str] | None:
+    """What a template's model writes around its thoughts; None if it writes none down."""
+    if OPENING in chat_template or CLOSING in chat_template:
+        return OPENING, CLOSING
+    opening, closing = GEMMA_MARKS
+    is_gemma = opening in chat_template and closing in chat_template
+    return GEMMA_MARKS if is_gemma else None
 
 
 def template_is_harmony(chat_template: str) -> bool:
