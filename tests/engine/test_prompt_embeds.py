@@ -151,6 +151,8 @@ def test_start_refuses_what_rows_cannot_do() -> None:
         check_prompt_embeds(True, make_config(runner_type="pooling").model_config, None)
     with pytest.raises(UnsupportedFeatureError, match="draft_model"):
         check_prompt_embeds(True, MODEL, SpeculativeConfig("draft_model", 2))
+    with pytest.raises(UnsupportedFeatureError, match="by token id"):
+        check_prompt_embeds(True, MODEL, None, looks_up_inputs=True)
     assert EngineArgs(model="x", enable_prompt_embeds=True).enable_prompt_embeds
 
 

@@ -142,15 +142,25 @@ def check_generation_overrides(given: Any, defaults: Mapping[str, Any]) -> dict[
 
 
 def check_prompt_embeds(
-    enabled: bool, model: ModelConfig, speculation: SpeculativeConfig | None
+    enabled: bool,
+    model: ModelConfig,
+    speculation: SpeculativeConfig | None,
+    looks_up_inputs: bool = False,
 ) -> None:
     """Refuse ``enable_prompt_embeds`` where rows cannot take the place of tokens.
 
+    ``looks_up_inputs``: every layer of the model looks up something by token id.
+
     Raises:
-        UnsupportedFeatureError: the model pools, or has a draft model, which knows tokens only.
+        UnsupportedFeatureError: the model pools, or needs ids, or has a draft model, which does.
     """
     if not enabled:
         return
+    if looks_up_inputs:
+        raise UnsupportedFeatureError(
+            "enable_prompt_embeds does not suit this model: each of its layers looks up an input "
+            "by token id; leave it out"
+        )
     if model.runner_type == "pooling":
         raise UnsupportedFeatureError(
             "enable_prompt_embeds is for models that generate; this one pools (runner='pooling'): "

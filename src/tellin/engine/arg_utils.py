@@ -87,7 +87,8 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
     cache_config = _cache_config(args, whole_prompts)
     scheduler_config = _scheduler_config(args, model_config, whole_prompts)
     speculation = speculative_config(args.speculative_config)
-    check_prompt_embeds(args.enable_prompt_embeds, model_config, speculation)
+    looks_up_inputs = metadata.hparams.per_layer_input_size > 0
+    check_prompt_embeds(args.enable_prompt_embeds, model_config, speculation, looks_up_inputs)
     return EngineConfig(
         model_config=model_config,
         cache_config=cache_config,
