@@ -20,8 +20,8 @@ from tests.models.tiny_hybrids import (
     HYBRIDS,
     hybrid_token_ids,
     write_tiny_hybrid,
-    write_tiny_hybrid_gguf,
 )
+from tests.models.tiny_hybrids_gguf import write_tiny_hybrid_gguf
 
 NOT_IN_GGUF = ("bamba", "falcon-h1_norm", "granitehybrid_dense")
 """They rotate in a way that their converter's files do not tell, or have a norm of their own."""

@@ -1,8 +1,7 @@
 """Tiny hybrids (models with recurrent layers) as their makers publish them, without PyTorch.
 
-`write_tiny_hybrid` makes a folder of safetensors, `write_tiny_hybrid_gguf` a GGUF file as the
-reference converter would: weights are NumPy's frozen `RandomState` stream, and the tokenizer knows
-bytes. Golden logits of the folders lie in tests/data/hybrids.npz.
+`write_tiny_hybrid` makes a folder of safetensors: weights are NumPy's frozen `RandomState` stream,
+and the tokenizer knows bytes. Golden logits of the folders lie in tests/data/hybrids.npz.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from tests.loading.gguf_writer import write_gguf
 from tests.loading.vocabularies import byte_level
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 258, 64, 4, 2, 16
@@ -77,6 +75,23 @@ _GRANITE: dict[str, Any] = {
     "logits_scaling": 0.5,
     "num_local_experts": 0,
     "num_experts_per_tok": 0,
+    "tie_word_embeddings": False,
+}
+_NEMOTRON: dict[str, Any] = {
+    **_COMMON,
+    "model_type": "nemotron_h",
+    "architectures": ["NemotronHForCausalLM"],
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "layer_norm_epsilon": 1e-5,
+    "mlp_hidden_act": "relu2",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "conv_kernel": 4,
+    "use_conv_bias": True,
+    "time_step_min": 0.001,
     "tie_word_embeddings": False,
 }
 HYBRIDS: dict[str, dict[str, Any]] = {
@@ -153,23 +168,20 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "rope_theta": 10_000.0,
         "tie_word_embeddings": True,
     },
-    "nemotron_h": {
-        **_COMMON,
-        "model_type": "nemotron_h",
-        "architectures": ["NemotronHForCausalLM"],
-        "hybrid_override_pattern": "M-*M",
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "layer_norm_epsilon": 1e-5,
-        "mlp_hidden_act": "relu2",
-        "mamba_num_heads": 6,
-        "mamba_head_dim": 16,
-        "n_groups": 2,
-        "ssm_state_size": 24,
-        "conv_kernel": 4,
-        "use_conv_bias": True,
-        "time_step_min": 0.001,
-        "tie_word_embeddings": False,
+    "nemotron_h": {**_NEMOTRON, "hybrid_override_pattern": "M-*M"},
+    "nemotron_h_moe": {
+        **_NEMOTRON,
+        "hybrid_override_pattern": "ME*E",
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "moe_latent_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
     },
     "granitehybrid_groups": {
         **_GRANITE,
@@ -234,7 +246,7 @@ def layer_kinds(config: dict[str, Any]) -> list[str]:
     """Of each layer: attention, conv, mamba, mlp; hybrid has attention and Mamba2."""
     count = config["num_hidden_layers"]
     if "hybrid_override_pattern" in config:
-        letters = {"M": "mamba", "-": "mlp", "*": "attention"}
+        letters = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
         return [letters[letter] for letter in config["hybrid_override_pattern"]]
     if config["model_type"] == "falcon_h1":
         return ["hybrid"] * count
@@ -380,11 +392,30 @@ def _nemotron_layer(config: dict[str, Any], i: int, kind: str) -> Shapes:
     if kind == "attention":
         parts = _attention("o_proj").items()
         return shapes | {name.replace("self_attn", "mixer"): shape for name, shape in parts}
+    if kind == "moe":
+        return shapes | _nemotron_experts(config)
     width = config["intermediate_size"]
     return shapes | {
         "mixer.up_proj.weight": (width, HIDDEN),
         "mixer.down_proj.weight": (HIDDEN, width),
     }
+
+
+def _nemotron_experts(config: dict[str, Any]) -> Shapes:
+    count, latent = config["n_routed_experts"], config["moe_latent_size"]
+    width, shared = config["moe_intermediate_size"], config["moe_shared_expert_intermediate_size"]
+    shapes: Shapes = {
+        "mixer.gate.weight": (count, HIDDEN),
+        "mixer.gate.e_score_correction_bias": (count,),
+        "mixer.fc1_latent_proj.weight": (latent, HIDDEN),
+        "mixer.fc2_latent_proj.weight": (HIDDEN, latent),
+        "mixer.shared_experts.up_proj.weight": (shared, HIDDEN),
+        "mixer.shared_experts.down_proj.weight": (HIDDEN, shared),
+    }
+    for e in range(count):
+        shapes[f"mixer.experts.{e}.up_proj.weight"] = (width, latent)
+        shapes[f"mixer.experts.{e}.down_proj.weight"] = (latent, width)
+    return shapes
 
 
 _LAYERS = {
@@ -404,200 +435,3 @@ def _tokenizer() -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])
     return tokenizer
-
-
-# ---- GGUF ----------------------------------------------------------------------------------------
-
-_GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.embedding_norm": "token_embd_norm",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "operator_norm": "attn_norm",
-    "ffn_norm": "ffn_norm",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.out_proj": "attn_output",
-    "self_attn.q_layernorm": "attn_q_norm",
-    "self_attn.k_layernorm": "attn_k_norm",
-    "conv.conv": "shortconv.conv",
-    "conv.in_proj": "shortconv.in_proj",
-    "conv.out_proj": "shortconv.out_proj",
-    "feed_forward.w1": "ffn_gate",
-    "feed_forward.w2": "ffn_down",
-    "feed_forward.w3": "ffn_up",
-    "feed_forward.gate": "ffn_gate_inp",
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
-    "backbone.embeddings": "token_embd",
-    "backbone.norm_f": "output_norm",
-    "model.final_layernorm": "output_norm",
-    "norm": "attn_norm",
-    "mixer.q_proj": "attn_q",
-    "mixer.k_proj": "attn_k",
-    "mixer.v_proj": "attn_v",
-    "mixer.o_proj": "attn_output",
-    "mixer.up_proj": "ffn_up",
-    "mixer.down_proj": "ffn_down",
-    "feed_forward.gate_proj": "ffn_gate",
-    "feed_forward.up_proj": "ffn_up",
-    "feed_forward.down_proj": "ffn_down",
-    "block_sparse_moe.router.layer": "ffn_gate_inp",
-    "block_sparse_moe.output_linear": "ffn_down_exps",
-}
-_GGUF_VECTORS = {"mamba.A_log": "ssm_a", "mamba.D": "ssm_d", "mamba.dt_bias": "ssm_dt.bias"}
-
-
-def write_tiny_hybrid_gguf(path: Path, name: str) -> Path:
-    """Case ``name`` in float32, as the reference converter writes it; not one that rotates."""
-    config = HYBRIDS[name]
-    architecture = name if name == "nemotron_h" else name.partition("_")[0]
-    metadata = byte_level() | {"general.architecture": architecture}
-    metadata |= {f"{architecture}.{key}": v for key, v in _metadata(config).items()}
-    return write_gguf(path, metadata, _gguf_arrays(config, hybrid_arrays(name)))
-
-
-def _metadata(config: dict[str, Any]) -> dict[str, Any]:
-    kinds = layer_kinds(config)
-    kv_heads = [KV_HEADS if kind in ("attention", "hybrid") else 0 for kind in kinds]
-    values = {
-        "block_count": len(kv_heads),
-        "context_length": config["max_position_embeddings"],
-        "embedding_length": HIDDEN,
-        "feed_forward_length": config.get("intermediate_size", 96),
-        "attention.head_count": HEADS,
-        "attention.head_count_kv": np.array(kv_heads, np.int32) if 0 in kv_heads else KV_HEADS,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.freq_base": 10_000.0,
-        "vocab_size": VOCAB,
-    }
-    count = config.get("num_experts", config.get("num_local_experts", 0))
-    if count:
-        values |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
-    if "conv_L_cache" in config:
-        values["shortconv.l_cache"] = config["conv_L_cache"]
-        if count:
-            values |= {
-                "expert_feed_forward_length": config["moe_intermediate_size"],
-                "leading_dense_block_count": config["num_dense_layers"],
-                "expert_gating_func": 2,
-            }
-        return values
-    heads, inner, groups, state = mamba_sizes(config)
-    values |= {
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": state,
-        "ssm.group_count": groups,
-        "ssm.inner_size": inner,
-        "ssm.time_step_rank": heads,
-    }
-    if config["model_type"] == "nemotron_h":
-        width = config["intermediate_size"]
-        widths = [width if kind == "mlp" else 0 for kind in kinds]
-        values["feed_forward_length"] = np.array(widths, np.int32)
-        values["attention.layer_norm_epsilon"] = values.pop("attention.layer_norm_rms_epsilon")
-    if config["model_type"] != "granitemoehybrid":
-        return values | {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
-    values |= {
-        "rope.scaling.finetuned": False,
-        "attention.scale": config["attention_multiplier"],
-        "embedding_scale": config["embedding_multiplier"],
-        "residual_scale": config["residual_multiplier"],
-        "logit_scale": config["logits_scaling"],
-        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
-    }
-    if not count:
-        values["feed_forward_length"] = config["shared_intermediate_size"]
-    return values
-
-
-def _gguf_arrays(config: dict[str, Any], arrays: Arrays) -> Arrays:
-    named: Arrays = {}
-    for key, values in arrays.items():
-        stem, _, kind = key.rpartition(".")
-        if not stem.startswith(("model.layers.", "backbone.layers.")):
-            is_falcon = config["model_type"] == "falcon_h1"
-            factor = np.float32(config.get(_FACTORS.get(stem, ""), 1.0) if is_falcon else 1.0)
-            named[f"{_GGUF_NAMES[stem]}.{kind}"] = values * factor
-            continue
-        _, _, layer, part = key.split(".", 3)
-        values = values * np.asarray(_factor(config, part), np.float32)
-        part = _mamba_name(part)
-        block, stem = f"blk.{layer}", part.rpartition(".")[0]
-        if part == "feed_forward.expert_bias":
-            named[f"{block}.exp_probs_b.bias"] = values
-        elif part in _GGUF_VECTORS:
-            values = -np.exp(values) if part.endswith("A_log") else values
-            shape = values.shape if part.endswith("bias") else (*values.shape, 1)
-            named[f"{block}.{_GGUF_VECTORS[part]}"] = values.reshape(shape)
-        elif part == "pre_ff_layernorm.weight":
-            named[f"{block}.ffn_norm"] = values
-        elif part.endswith("input_linear.weight"):
-            gate, up = np.split(values, 2, axis=-2)
-            suffix = "_exps" if "moe" in part else "_shexp" if config["num_local_experts"] else ""
-            named |= {
-                f"{block}.ffn_gate{suffix}.weight": gate,
-                f"{block}.ffn_up{suffix}.weight": up,
-            }
-        elif part == "shared_mlp.output_linear.weight":
-            suffix = "_shexp" if config["num_local_experts"] else ""
-            named[f"{block}.ffn_down{suffix}.weight"] = values
-        elif ".experts." not in part:
-            named[f"{block}.{_GGUF_NAMES[stem]}.{kind}"] = _reshaped(part, config, values)
-    count = config.get("num_experts", 0)
-    for i in range(config["num_dense_layers"] if count else 0, config["num_hidden_layers"]):
-        for ours, theirs in (("gate", "w1"), ("down", "w2"), ("up", "w3")) if count else ():
-            experts = f"model.layers.{i}.feed_forward.experts"
-            stack = [arrays[f"{experts}.{e}.{theirs}.weight"] for e in range(count)]
-            named[f"blk.{i}.ffn_{ours}_exps.weight"] = np.stack(stack)
-    return named
-
-
-def _mamba_name(part: str) -> str:
-    """Nemotron-H calls every layer a mixer."""
-    name = part.removeprefix("mixer.")
-    is_mamba = name.startswith(("in_", "out_", "conv1d", "A_log", "D", "dt_bias", "norm"))
-    return f"mamba.{name}" if is_mamba and name != part else part
-
-
-_FACTORS = {"model.embed_tokens": "embedding_multiplier", "lm_head": "lm_head_multiplier"}
-
-
-def _factor(config: dict[str, Any], part: str) -> float | np.ndarray:
-    """What Falcon-H1's converter multiplies into a matrix: a number, or one for each row."""
-    if "ssm_in_multiplier" not in config:
-        return 1.0
-    attention = config["attention_in_multiplier"]
-    if part == "mamba.in_proj.weight":
-        heads, inner, groups, state = mamba_sizes(config)
-        rows = (inner, inner, groups * state, groups * state, heads)
-        factors = np.repeat(config["ssm_multipliers"], rows)[:, None]
-        return np.asarray(factors * config["ssm_in_multiplier"], np.float32)
-    return {
-        "self_attn.q_proj.weight": attention,
-        "self_attn.k_proj.weight": attention * config["key_multiplier"],
-        "self_attn.v_proj.weight": attention,
-        "self_attn.o_proj.weight": config["attention_out_multiplier"],
-        "mamba.out_proj.weight": config["ssm_out_multiplier"],
-        "feed_forward.gate_proj.weight": config["mlp_multipliers"][0],
-        "feed_forward.down_proj.weight": config["mlp_multipliers"][1],
-    }.get(part, 1.0)
-
-
-def _reshaped(part: str, config: dict[str, Any], values: np.ndarray) -> np.ndarray:
-    if "conv.conv." in part or "conv1d.weight" in part:
-        return values.squeeze(1)
-    if part == "mamba.norm.weight":
-        return values.reshape(mamba_sizes(config)[2], -1)
-    if config["model_type"].startswith("granite") and part.endswith(
-        ("q_proj.weight", "k_proj.weight")
-    ):
-        halves = values.reshape(-1, 2, HEAD_DIM // 2, HIDDEN)
-        return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
-    return values

@@ -222,7 +222,7 @@ class _Reader:
         return self._float(key, 1.0) or 1.0
 
     def _norm_eps(self) -> float:
-        if self.architecture != "nemotron_h":
+        if self.architecture not in ("nemotron_h", "nemotron_h_moe"):
             return self._float("attention.layer_norm_rms_epsilon")
         # Its configurations call that of RMSNorm layer_norm_epsilon.
         eps = self._float("attention.layer_norm_epsilon", 0.0)

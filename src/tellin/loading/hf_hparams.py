@@ -38,6 +38,7 @@ from tellin.loading.hybrid_hparams import (
     HYBRID_DEFAULTS,
     HYBRID_MODEL_TYPES,
     renamed_config,
+    variant_with_experts,
     with_recurrent_config,
 )
 from tellin.loading.latent import DEFAULTS as LATENT_DEFAULTS
@@ -220,7 +221,8 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
 """Keys of mixtures and the values whose meaning is what the plan does."""
 _WITHOUT_WINDOW = (
     "bamba", "deepseek2", "ernie4_5-moe", "falcon-h1", "gemma", "glm4", "glm4moe", "lfm2",
-    "lfm2moe", "llama", "nemotron_h", "olmo2", "olmoe", "smollm3", *GATED_DELTA, *GRANITE_FAMILY,
+    "lfm2moe", "llama", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe", "smollm3", *GATED_DELTA,
+    *GRANITE_FAMILY,
 )  # fmt: skip
 _SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
 
@@ -247,6 +249,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         config = config.get_mapping("text_config")
     if architecture == "gemma4":
         return check_hparams(config.path, gemma4_from_config(config))
+    architecture = variant_with_experts(config, architecture)
     merged = {
         **(_DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS).get(architecture, {}),
         **LATENT_DEFAULTS.get(model_type, {}),

@@ -35,6 +35,7 @@ SUPPORTED_ARCHITECTURES = (
     "mistral",
     "mixtral",
     "nemotron_h",
+    "nemotron_h_moe",
     "olmo2",
     "olmo3",
     "olmoe",
@@ -64,6 +65,7 @@ WITH_EXPERTS = (
     "granitemoe",
     "lfm2moe",
     "mixtral",
+    "nemotron_h_moe",
     "olmoe",
     "qwen2moe",
     "qwen35moe",
@@ -80,7 +82,7 @@ NORMALIZES_EXPERTS = (
     "qwen35moe",
 )
 """Mixtures that always divide the weights of a token's experts by their sum."""
-SIGMOID_EXPERTS = ("glm4moe", "lfm2moe")
+SIGMOID_EXPERTS = ("glm4moe", "lfm2moe", "nemotron_h_moe")
 """Mixtures that score experts by the sigmoid of their logits."""
 WITH_LATENTS = ("deepseek2",)
 """Families with multi-head latent attention."""

@@ -25,7 +25,8 @@ from tellin.loading.mamba_hparams import (
 from tellin.loading.tensors import ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
 
-WITH_MAMBA = ("bamba", "falcon-h1", "granitehybrid", "nemotron_h")
+NEMOTRON = ("nemotron_h", "nemotron_h_moe")
+WITH_MAMBA = ("bamba", "falcon-h1", "granitehybrid", *NEMOTRON)
 HYBRIDS = (*WITH_MAMBA, "lfm2", "lfm2moe")
 HYBRID_MODEL_TYPES = {
     "bamba": "bamba",
@@ -43,6 +44,19 @@ _LFM2 = {
     "rope_theta": 1_000_000.0,
     "tie_word_embeddings": True,
     "conv_L_cache": 3,
+}
+_NEMOTRON = {
+    "layer_norm_epsilon": 1e-5,
+    "max_position_embeddings": 4096,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "mamba_num_heads": 128,
+    "mamba_head_dim": 64,
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "conv_kernel": 4,
+    "mlp_hidden_act": "relu2",
+    "mamba_hidden_act": "silu",
 }
 _MAMBA = {
     "mamba_n_heads": 128,
@@ -74,18 +88,14 @@ HYBRID_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    "nemotron_h": {
-        "layer_norm_epsilon": 1e-5,
-        "max_position_embeddings": 4096,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "conv_kernel": 4,
-        "mlp_hidden_act": "relu2",
-        "mamba_hidden_act": "silu",
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": {
+        **_NEMOTRON,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7688,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
     },
     "lfm2": {**_LFM2, "intermediate_size": 12_288},
     "lfm2moe": {
@@ -122,6 +132,21 @@ _RENAMED = {
 """Nemotron-H's keys, and what other families call them."""
 
 
+def variant_with_experts(config: TypedMapping, architecture: str) -> str:
+    """Nemotron-H's configurations call both variants alike; GGUF's name of the one at hand."""
+    if architecture != "nemotron_h":
+        return architecture
+    return "nemotron_h_moe" if "moe" in _nemotron_kinds(config) else architecture
+
+
+def _nemotron_kinds(config: TypedMapping) -> list[str]:
+    if config.has("hybrid_override_pattern"):
+        letters = config.get_str("hybrid_override_pattern")
+        return [_PATTERN.get(letter, letter) for letter in letters]
+    keys = [key for key in ("layers_block_type", "layer_types") if config.has(key)]
+    return list(config.get_strings(keys[0])) if keys else []
+
+
 def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
     """The configuration with the keys that other families use; not of a hybrid: as it is."""
     if architecture not in HYBRIDS:
@@ -131,7 +156,7 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
         values["moe_intermediate_size"] = values.get("intermediate_size")
         values["intermediate_size"] = config.get_int("shared_intermediate_size")
         return TypedMapping(config.path, values)
-    if architecture == "nemotron_h":
+    if architecture in NEMOTRON:
         return TypedMapping(config.path, _nemotron_values(config))
     if architecture not in ("lfm2", "lfm2moe"):
         return config
@@ -149,10 +174,8 @@ def _nemotron_values(config: TypedMapping) -> dict[str, Any]:
     for key, name in _RENAMED.items():
         if values.get(key) is not None and values.get(name) is None:
             values[name] = values[key]
-    if config.has("hybrid_override_pattern"):
-        letters = config.get_str("hybrid_override_pattern")
-        values["layer_types"] = [_PATTERN.get(letter, letter) for letter in letters]
-    kinds = values.get("layer_types") or values.get("layers_block_type") or ()
+    kinds = _nemotron_kinds(config)
+    values["layer_types"] = kinds or None
     values["num_hidden_layers"] = len(kinds) or values.get("num_hidden_layers")
     # Time steps have a lower limit and no upper one.
     values["time_step_limit"] = [config.get_float("time_step_min", 0.001), float("inf")]
@@ -201,7 +224,7 @@ def _config_kinds(config: TypedMapping, hparams: ModelHParams) -> tuple[str, ...
     elif hparams.architecture == "bamba":
         chosen = set(config.get_numbers("attn_layer_indices").tolist())
         names = tuple("attention" if i in chosen else "mamba" for i in range(count))
-    elif hparams.architecture in ("granitehybrid", "nemotron_h"):
+    elif hparams.architecture in ("granitehybrid", *NEMOTRON):
         names = ("mamba",) * count
     elif config.has("full_attn_idxs"):
         chosen = set(config.get_numbers("full_attn_idxs").tolist())
@@ -221,8 +244,8 @@ def _config_kinds(config: TypedMapping, hparams: ModelHParams) -> tuple[str, ...
 
 
 def _kinds_of(architecture: str) -> tuple[str, ...]:
-    if architecture == "nemotron_h":
-        return ("full_attention", "mamba", "mlp")
+    if architecture in NEMOTRON:
+        return ("full_attention", "mamba", "mlp", "moe")
     return ("full_attention", "mamba" if architecture in WITH_MAMBA else "conv")
 
 
@@ -245,20 +268,23 @@ def _metadata_kinds(metadata: TypedMapping, hparams: ModelHParams) -> tuple[str,
     recurrent = _kinds_of(hparams.architecture)[1]
     heads = _per_layer(metadata, hparams, "attention.head_count_kv")
     kinds = ["full_attention" if number else recurrent for number in heads]
-    if hparams.architecture == "nemotron_h":
+    if hparams.architecture in NEMOTRON:
+        wide = "moe" if hparams.num_experts else "mlp"
         for i, width in enumerate(_per_layer(metadata, hparams, "feed_forward_length")):
-            kinds[i] = "mlp" if width else kinds[i]
+            kinds[i] = wide if width else kinds[i]
     return tuple(kinds)
 
 
 def _per_layer(metadata: TypedMapping, hparams: ModelHParams, key: str) -> Sequence[int]:
     """A number for each layer; one number stands for all."""
-    full, count = f"{hparams.architecture}.{key}", hparams.num_hidden_layers
+    prefix, count = hparams.architecture, hparams.num_hidden_layers
+    full = f"{prefix}.{key}"
     if not isinstance(metadata.get(full), np.ndarray):
         return [metadata.get_int(full)] * count
     numbers: list[int] = metadata.get_numbers(full).tolist()
-    if len(numbers) != count:
+    # Layers that predict further tokens come last.
+    if len(numbers) != count + metadata.get_int(f"{prefix}.nextn_predict_layers", 0):
         raise ModelLoadError(
             f"{metadata.path}: {full} has {len(numbers)} entries for {count} layers"
         )
-    return numbers
+    return numbers[:count]

@@ -25,6 +25,8 @@ GGUF_RECURRENT = {
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.conv": "conv.conv",
     "shortconv.out_proj": "conv.out_proj",
+    "ffn_latent_down": "mlp.latent_in",
+    "ffn_latent_up": "mlp.latent_out",
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
     "ssm_norm": "mamba.norm",
@@ -67,6 +69,11 @@ _HF_NEMOTRON = (
     (re.compile(r"\Alayers\.(\d+)\.norm\."), r"layers.\1.input_layernorm."),
     (re.compile(r"\.mixer\.([qkvo])_proj\."), r".self_attn.\1_proj."),
     (re.compile(r"\.mixer\.(up|down)_proj\."), r".mlp.\1_proj."),
+    (re.compile(r"\.mixer\.fc1_latent_proj\."), ".mlp.latent_in."),
+    (re.compile(r"\.mixer\.fc2_latent_proj\."), ".mlp.latent_out."),
+    (re.compile(r"\.mixer\.gate\.e_score_correction_bias\Z"), ".mlp.selection.bias"),
+    (re.compile(r"\.mixer\.(gate|experts)\."), r".mlp.\1."),
+    (re.compile(r"\.mixer\.shared_experts\."), ".mlp.shared_expert."),
     (re.compile(r"\.mixer\."), ".mamba."),
 )
 _HF_NAMES = {
@@ -76,6 +83,7 @@ _HF_NAMES = {
     "lfm2": _HF_LFM2,
     "lfm2moe": _HF_LFM2,
     "nemotron_h": _HF_NEMOTRON,
+    "nemotron_h_moe": _HF_NEMOTRON,
 }
 
 

@@ -14,6 +14,15 @@ from tellin.loading.typed_mapping import TypedMapping
 
 _MAX_CONV_KERNEL = 16
 _MAX_STATE_DIM = 1024
+_NEMOTRON: tuple[tuple[str, object], ...] = (
+    ("use_bias", False),
+    ("mamba_proj_bias", False),
+    ("attention_bias", False),
+    ("mlp_bias", False),
+    ("mlp_hidden_act", "relu2"),
+    ("mamba_hidden_act", "silu"),
+    ("sliding_window", None),
+)
 _MUST_BE: dict[str, tuple[tuple[str, object], ...]] = {
     "bamba": (("mamba_proj_bias", False),),
     "falcon-h1": (
@@ -23,15 +32,8 @@ _MUST_BE: dict[str, tuple[tuple[str, object], ...]] = {
         ("mlp_bias", False),
     ),
     "granitehybrid": (("mamba_proj_bias", False),),
-    "nemotron_h": (
-        ("use_bias", False),
-        ("mamba_proj_bias", False),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("mlp_hidden_act", "relu2"),
-        ("mamba_hidden_act", "silu"),
-        ("sliding_window", None),
-    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
 }
 """Keys and the values whose meaning is what the plan does."""
 
@@ -67,7 +69,9 @@ def mamba_from_config(config: TypedMapping, hparams: ModelHParams) -> ModelHPara
             raise UnsupportedModelError(f"{config.path}: {positions!r} positions are not supported")
         # Without rope every layer leaves q and k unrotated.
         return replace(hparams, no_rope_interval=None if positions == "rope" else 1)
-    return replace(hparams, no_rope_interval=1) if architecture == "nemotron_h" else hparams
+    return (
+        replace(hparams, no_rope_interval=1) if architecture.startswith("nemotron_h") else hparams
+    )
 
 
 def _inner_size(
@@ -75,7 +79,7 @@ def _inner_size(
 ) -> tuple[int, int]:
     """Size of a head, and the layers' width."""
     given = config.get("mamba_d_head") or "auto"
-    if architecture == "nemotron_h":
+    if architecture.startswith("nemotron_h"):
         head_dim = config.get_int("mamba_d_head")
         return head_dim, heads * head_dim
     inner = config.get_int("mamba_expand") * hidden_size

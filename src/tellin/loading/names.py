@@ -136,7 +136,7 @@ _HF_GLM4 = {
 }
 _HF_GEMMA4 = (
     (re.compile(r"(layers\.\d+)\.experts\."), r"\1.mlp.experts."),
-    (re.compile(r"\.experts\.(gate_up|down)_proj\Z"), r".experts.\1_proj.weight"),
+    (re.compile(r"\.experts\.(gate_up|up|down)_proj\Z"), r".experts.\1_proj.weight"),
     (re.compile(r"\.router\.proj\."), ".mlp.gate."),
     (re.compile(r"\.router\.scale\Z"), ".mlp.router_norm.weight"),
     (re.compile(r"\.router\.per_expert_scale\Z"), ".mlp.expert_scales.weight"),
@@ -279,7 +279,7 @@ def canonical_from_hf(
 
 def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iterable[TensorRef]:
     """Without the layers that follow the last one in some families: they predict further tokens."""
-    has_more = hparams.architecture in ("deepseek2", "glm4moe", *GATED_DELTA)
+    has_more = hparams.architecture in ("deepseek2", "glm4moe", "nemotron_h_moe", *GATED_DELTA)
     for name, tensor in tensors.items():
         match = _NUMBERED_LAYER.match(name) if has_more else None
         if match is None or int(match[1]) < hparams.num_hidden_layers:

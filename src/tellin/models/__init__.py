@@ -37,6 +37,7 @@ _ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "mixtral",
     "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h",
     "olmo2": "olmo2",
     "olmo3": "olmo2",
     "olmoe": "olmoe",

@@ -1,6 +1,7 @@
-"""Nemotron-H: each layer is one of Mamba2, attention without positions, and a plain MLP.
+"""Nemotron-H and Nemotron 3: each layer is Mamba2, attention without positions, an MLP or experts.
 
-Source: NVIDIA 2025 (Nemotron-H), section 2.1: the MLP's activation is the square of ReLU.
+Source: NVIDIA 2025 (Nemotron-H), section 2.1: the MLP's activation is the square of ReLU; NVIDIA
+2025 (Nemotron 3), section 2: experts beside a shared one, larger models' behind a narrow matrix.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from tellin.models.plan.ir import Buffer, Plan
 
 
 def record(b: PlanBuilder) -> Plan:
-    layers = {"full_attention": attention, "mamba": mamba, "mlp": mlp}
+    layers = {"full_attention": attention, "mamba": mamba, "mlp": mlp, "moe": moe}
     x = embed_tokens(b)
     for i, kind in enumerate(b.hparams.layer_types):
         h = b.rms_norm(x, f"layers.{i}.input_layernorm")
@@ -30,5 +31,30 @@ def mamba(b: PlanBuilder, x: Buffer, layer: str) -> Buffer:
 
 
 def mlp(b: PlanBuilder, x: Buffer, layer: str) -> Buffer:
-    up = b.linear(x, f"{layer}.mlp.up_proj", bias=False)
-    return b.linear(b.act_mul(up, up, act="relu"), f"{layer}.mlp.down_proj", bias=False)
+    return squared_relu_mlp(b, x, f"{layer}.mlp")
+
+
+def squared_relu_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    up = b.linear(x, f"{name}.up_proj", bias=False)
+    return b.linear(b.act_mul(up, up, act="relu"), f"{name}.down_proj", bias=False)
+
+
+def moe(b: PlanBuilder, x: Buffer, layer: str) -> Buffer:
+    hp, name = b.hparams, f"{layer}.mlp"
+    router = b.linear(x, f"{name}.gate", bias=False)
+    has_latent = b.has(f"{name}.latent_in.weight")
+    out = b.experts(
+        b.linear(x, f"{name}.latent_in", bias=False) if has_latent else x,
+        router,
+        name,
+        top_k=hp.num_experts_per_tok,
+        normalize=hp.norm_topk_prob,
+        scoring=hp.expert_scoring,
+        selection_bias=f"{name}.selection.bias",
+        scale=hp.expert_scale,
+        act="relu",
+        gated=False,
+    )
+    if has_latent:
+        out = b.linear(out, f"{name}.latent_out", bias=False)
+    return b.add(out, squared_relu_mlp(b, x, f"{name}.shared_expert"))

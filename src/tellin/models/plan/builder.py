@@ -157,13 +157,16 @@ class PlanBuilder(RecurrentBuilder):
         scale: float = 1.0,
         needs_biases: bool = False,
         scales: str | None = None,
+        act: str | None = None,
+        gated: bool = True,
     ) -> Buffer:
         """Mixture of experts: the ``top_k`` experts of ``router``'s logits, by their softmax.
 
         ``router`` ``[rows, num_experts]``; expert e is the gated MLP ``{name}.experts.{e}``.
         ``normalize``: the chosen experts' shares add up to 1. Their matrices have biases if the
         first one's has, or ``needs_biases``. ``scoring`` and ``scale`` are those of `ir.Experts`;
-        ``selection_bias`` and ``scales`` are names of vectors.
+        ``selection_bias`` and ``scales`` are names of vectors. ``act``: not ``hidden_act``. Not
+        ``gated``: ``down(act(up(x)) * up(x))``, with relu its square.
         """
         count = router.width
         factors = None if scales is None else self._vector(scales, count)
@@ -176,21 +179,22 @@ class PlanBuilder(RecurrentBuilder):
                 f"are up to {MAX_EXPERTS} experts, of which a token uses 1 to "
                 f"{MAX_EXPERTS_PER_TOKEN} and not more than there are"
             )
-        gate = self._stack(f"{name}.experts", "gate_proj", count, x.width)
         up = self._stack(f"{name}.experts", "up_proj", count, x.width)
+        gate_name = "gate_proj" if gated else "up_proj"
+        gate = self._stack(f"{name}.experts", gate_name, count, x.width) if gated else up
         if up[0].shape != gate[0].shape:
             raise self._shape_error(up[0], str(gate[0].shape))
         down = self._stack(f"{name}.experts", "down_proj", count, gate[0].shape[0])
         out = self._buffer(down[0].shape[0], x.rows, f"{name}.experts")
         gate_bias, up_bias, down_bias = (
             self._biases(f"{name}.experts", part, stack, needs_biases)
-            for part, stack in (("gate_proj", gate), ("up_proj", up), ("down_proj", down))
+            for part, stack in ((gate_name, gate), ("up_proj", up), ("down_proj", down))
         )
         if not len(gate_bias) == len(up_bias) == len(down_bias):
             raise self._error(f"{name}: some matrices of the experts have biases, others none")
         self._ops.append(
             ir.Experts(
-                x, router, gate, up, down, out, self._activation(GATED_ACTIVATIONS), top_k,
+                x, router, gate, up, down, out, self._activation(GATED_ACTIVATIONS, act), top_k,
                 normalize, gate_bias, up_bias, down_bias, scoring, bias, scale, factors,
                 self.hparams.expert_groups, self.hparams.expert_top_groups,
             )
