@@ -30,9 +30,11 @@ from tests.models.gated_delta import (
     CASES,
     V_HEADS,
     checkpoint_arrays,
+    config,
     write_checkpoint,
     write_tiny_gguf,
 )
+from tests.models.quantised import SCHEMES, pack_tensors
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny import tiny_token_ids
 
@@ -165,6 +167,38 @@ def test_what_does_not_fit_is_refused(
     (path / "config.json").write_text(json.dumps(values))
     with pytest.raises(error, match=match):
         plan_of(path)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "fp8_blocks"])
+def test_mixed_rows_of_quantised_checkpoints(scheme: str, tmp_path: Path) -> None:
+    """Rows that are made from words and scales change places too; as the meant weights compute."""
+    tensors: dict[str, np.ndarray] = {}
+    meant: dict[str, np.ndarray] = {}
+    for key, values in checkpoint_arrays("qwen3next").items():
+        is_layer = "linear_attn" in key or "self_attn" in key or "_expert" in key
+        if is_layer and values.ndim == 2 and len(values) % 16 == 0:
+            parts, meant[key] = SCHEMES[scheme].write(values)
+            tensors |= {key.replace(".weight", f".{kind}"): part for kind, part in parts.items()}
+        else:
+            tensors[key] = meant[key] = values
+    assert sum("in_proj_qkvz" in key for key in tensors) >= 6
+    plain = write_checkpoint(
+        tmp_path / "plain",
+        "qwen3next",
+        changed={key.removeprefix("model."): values for key, values in meant.items()},
+    )
+    folder = tmp_path / "quantised"
+    folder.mkdir()
+    values = config("qwen3next") | {"quantization_config": SCHEMES[scheme].config}
+    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "model.safetensors").write_bytes(pack_tensors(tensors))
+    expected = logits_of(ReferenceBackend(plan_of(plain)), IDS)
+    plan = plan_of(folder)
+    logits = logits_of(ReferenceBackend(plan), IDS)
+    tolerance = 1e-3 if SCHEMES[scheme].is_exact else 0.02
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=tolerance)
+    native = NativeBackend(plan, activation_precision="int16", kv_cache_dtype="float32")
+    np.testing.assert_allclose(logits_of(native, IDS), expected, rtol=0, atol=0.05)
 
 
 def test_adapters_fit_mixed_and_tiled_rows(tmp_path: Path) -> None:
