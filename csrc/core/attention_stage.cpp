@@ -60,8 +60,11 @@ void AttentionSchedule::add_items(const RequestRows& request) {
     item.num_tokens = std::min(shape_.tile_tokens(), length - at);
     item.first_position = request.first_position + at;
     int64_t lowest = 0;
-    int64_t highest = length;  // not causal: all of the request
-    if (shape_.causal) {
+    int64_t highest = length;  // not causal: all of the request, or a window on both sides
+    if (!shape_.causal && shape_.window > 0) {
+      lowest = std::max<int64_t>(0, at - shape_.window + 1);
+      highest = std::min(length, at + item.num_tokens - 1 + shape_.window);
+    } else if (shape_.causal) {
       if (shape_.window > 0) lowest = std::max<int64_t>(0, item.first_position - shape_.window + 1);
       highest = item.first_position + item.num_tokens;
     }
@@ -242,7 +245,11 @@ void AttentionStage::set_ranges(const Item& item, int64_t partition, AttentionSc
     const int64_t position = item.first_position + t;
     int64_t begin = 0;
     int64_t end = item.request->end - item.request->begin;
-    if (shape_.causal) {
+    if (!shape_.causal && shape_.window > 0) {
+      const int64_t at = item.first_token + t - item.request->begin;
+      begin = std::max<int64_t>(0, at - shape_.window + 1);
+      end = std::min(end, at + shape_.window);
+    } else if (shape_.causal) {
       if (shape_.window > 0) begin = std::max<int64_t>(0, position - shape_.window + 1);
       end = position + 1;
     }

@@ -38,6 +38,9 @@ class PoolerConfig:
     score_activation: str = "auto"
     """What makes scores of a classifier's logits: sigmoid, softmax or none; auto = sigmoid for one
     label, softmax for several."""
+    embedding_size: int | None = None
+    """Numbers of an embedding behind the dense layers that follow the pooling; None = there are no
+    such layers, and it is as long as a hidden state."""
 
 
 @dataclass(frozen=True)

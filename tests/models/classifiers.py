@@ -56,12 +56,17 @@ def write_classifier(folder: Path, case: str, **config: Any) -> Path:
     values = {key: value for key, value in values.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(values))
     save_file(weights(case), folder / "model.safetensors", metadata={"format": "pt"})
-    _tokenizer(facts["model_type"]).save(str(folder / "tokenizer.json"))
+    write_tokenizer(folder, facts["model_type"])
+    return folder
+
+
+def write_tokenizer(folder: Path, model_type: str) -> None:
+    """The tokenizer's files, with the special tokens of a family."""
+    _tokenizer(model_type).save(str(folder / "tokenizer.json"))
     special = {"cls": "[CLS]", "pad": "[PAD]", "sep": "[SEP]", "unk": "[UNK]"}
     names = {f"{name}_token": token for name, token in special.items()}
     tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    return folder
 
 
 def _config(case: str) -> dict[str, Any]:

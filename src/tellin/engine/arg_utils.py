@@ -241,9 +241,10 @@ def _pooler_config(args: EngineArgs, metadata: ModelMetadata) -> PoolerConfig:
     config = config_from_dict("pooler_config", PoolerConfig, given) or base
     check_choice("pooler_config.pooling_type", config.pooling_type, POOLING_TYPES)
     check_choice("pooler_config.score_activation", config.score_activation, SCORE_ACTIVATIONS)
-    if (config.num_labels, config.labels) != (base.num_labels, base.labels):
+    own = ("num_labels", "labels", "embedding_size")
+    if any(getattr(config, name) != getattr(base, name) for name in own):
         raise InvalidParameterError(
-            "pooler_config.num_labels and labels are the model's own: leave them out",
+            f"pooler_config.{', '.join(own)} are the model's own: leave them out",
             parameter="pooler_config",
         )
     if config.num_labels and config.pooling_type != base.pooling_type:

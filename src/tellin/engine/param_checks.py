@@ -239,8 +239,9 @@ def _check_dimensions(dimensions: int, model: ModelConfig) -> None:
             value=dimensions,
         )
     sizes = pooler.matryoshka_dimensions
-    if (sizes and dimensions not in sizes) or dimensions > model.hidden_size:
-        allowed = ", ".join(map(str, sizes)) if sizes else f"1 to {model.hidden_size}"
+    longest = pooler.embedding_size or model.hidden_size
+    if (sizes and dimensions not in sizes) or dimensions > longest:
+        allowed = ", ".join(map(str, sizes)) if sizes else f"1 to {longest}"
         raise InvalidParameterError(
             f"dimensions={dimensions} is not possible; this model can do {allowed}",
             parameter="dimensions",

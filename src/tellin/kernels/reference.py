@@ -331,7 +331,12 @@ class ReferenceBackend:
                 keys, values = _by_head(k[start:stop]), _by_head(v[start:stop])
             for t in range(start, stop):
                 end = int(batch.positions[t]) + 1 if op.causal else stop - start
-                begin = 0 if op.sliding_window is None else max(0, end - op.sliding_window)
+                begin, window = 0, op.sliding_window
+                if window is not None and op.causal:
+                    begin = max(0, end - window)
+                elif window is not None:
+                    begin = max(0, t - start - window + 1)
+                    end = min(end, t - start + window)
                 for head in range(op.num_kv_heads):
                     out[t, head] = _attend(
                         q[t, head],

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.encoder_hparams import GGUF_ENCODERS, encoder_from_gguf
 from tellin.loading.gated_delta import linear_attention_from_gguf
 from tellin.loading.gemma4 import gemma4_from_gguf
 from tellin.loading.hparams import (
@@ -40,7 +41,13 @@ from tellin.loading.typed_mapping import TypedMapping
 
 _GELU_TANH = frozenset(GEMMA_FAMILY)
 _SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
-_SLIDING_PATTERN_DEFAULTS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2, "olmo2": 4}
+_SLIDING_PATTERN_DEFAULTS = {
+    "gemma-embedding": 6,
+    "gemma2": 2,
+    "gemma3": 6,
+    "gpt-oss": 2,
+    "olmo2": 4,
+}
 _INTERLEAVED = (
     *NEIGHBOUR_PAIRS,
     "granite",
@@ -75,12 +82,17 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
         ModelLoadError: a key is missing or has an impossible value.
     """
     architecture = metadata.get_str("general.architecture")
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if architecture not in SUPPORTED_ARCHITECTURES or architecture == "gte":
         raise unsupported_architecture(metadata.path, architecture)
     if architecture == "gemma4":
         return check_hparams(metadata.path, gemma4_from_gguf(metadata, tensors))
     reader = _Reader(metadata, architecture, tensors)
-    hparams = reader.bert() if architecture == "bert" else reader.with_experts(reader.decoder())
+    if architecture in GGUF_ENCODERS:
+        hparams = encoder_from_gguf(metadata, architecture, reader.vocab_size())
+    elif architecture == "bert":
+        hparams = reader.bert()
+    else:
+        hparams = reader.with_experts(reader.decoder())
     hparams = with_recurrent_metadata(metadata, hparams)
     hparams = linear_attention_from_gguf(metadata, hparams)
     hparams = replace(hparams, architecture=_TEXT_MODELS.get(architecture, hparams.architecture))
@@ -112,6 +124,8 @@ class _Reader:
         self._refuse_variants()
         head_dim = self._head_dim()
         window = self._int("attention.sliding_window", 0) or None
+        if window is not None and self.architecture == "gemma-embedding":
+            window = window // 2 + 1  # of either side
         is_granite = self.architecture in GRANITE_FAMILY
         scale = embedding_scale(self.architecture, self.hidden_size)
         return ModelHParams(
@@ -125,7 +139,7 @@ class _Reader:
             num_attention_heads=self.num_heads,
             num_key_value_heads=self._uniform_int("attention.head_count_kv", self.num_heads),
             head_dim=head_dim,
-            vocab_size=self._vocab_size(),
+            vocab_size=self.vocab_size(),
             max_position_embeddings=self._int("context_length"),
             norm_eps=self._norm_eps(),
             hidden_act=self._activation(),
@@ -155,7 +169,7 @@ class _Reader:
             num_attention_heads=self.num_heads,
             num_key_value_heads=self.num_heads,
             head_dim=self.hidden_size // self.num_heads,
-            vocab_size=self._vocab_size(),
+            vocab_size=self.vocab_size(),
             max_position_embeddings=self._int("context_length"),
             norm_eps=self._float("attention.layer_norm_epsilon"),
             hidden_act="gelu",
@@ -229,7 +243,7 @@ class _Reader:
         return self._float("attention.layer_norm_rms_epsilon", eps or None)
 
     def _rope_local_theta(self, window: int | None) -> float | None:
-        if self.architecture == "gemma3":
+        if self.architecture in ("gemma3", "gemma-embedding"):
             return self._float("rope.freq_base_swa", 10_000.0)
         # OLMo 3, whose files say olmo2: layers with a window turn as they were trained.
         has_windows = self.architecture == "olmo2" and window is not None
@@ -255,7 +269,7 @@ class _Reader:
             )
         return head_dim
 
-    def _vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         embedding = self.tensors.get("token_embd.weight")
         if embedding is None:
             raise ModelLoadError(f"{self.path}: tensor 'token_embd.weight' is missing")

@@ -14,6 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.encoder_hparams import (
+    ENCODER_MODEL_TYPES,
+    ENCODERS,
+    encoder_from_config,
+)
 from tellin.loading.gated_delta import (
     GATED_DELTA,
     GATED_DELTA_DEFAULTS,
@@ -78,6 +83,7 @@ _ARCHITECTURES = {
     "roberta": "bert",
     "smollm3": "smollm3",
     "xlm-roberta": "bert",
+    **ENCODER_MODEL_TYPES,
     **HYBRID_MODEL_TYPES,
     **dict.fromkeys(LATENT_MODEL_TYPES, "deepseek2"),
 }
@@ -101,6 +107,17 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
+_GEMMA3: dict[str, Any] = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1_000_000.0,
+    "vocab_size": 262_208,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192},
     "gemma2": {
@@ -112,17 +129,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    "gemma3": {
-        "head_dim": 256,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 131_072,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "rope_theta": 1_000_000.0,
-        "vocab_size": 262_208,
-    },
+    "gemma-embedding": _GEMMA3,
+    "gemma3": _GEMMA3,
     "ernie4_5-moe": {
         "num_key_value_heads": 4,
         "rms_norm_eps": 1e-5,
@@ -224,7 +232,7 @@ _WITHOUT_WINDOW = (
     "lfm2moe", "llama", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe", "smollm3", *GATED_DELTA,
     *GRANITE_FAMILY,
 )  # fmt: skip
-_SLIDING_PATTERNS = {"gemma2": 2, "gemma3": 6, "olmo3": 4}
+_SLIDING_PATTERNS = {"gemma-embedding": 6, "gemma2": 2, "gemma3": 6, "olmo3": 4}
 
 
 def hparams_from_config(config: TypedMapping) -> ModelHParams:
@@ -250,16 +258,18 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     if architecture == "gemma4":
         return check_hparams(config.path, gemma4_from_config(config))
     architecture = variant_with_experts(config, architecture)
+    if architecture == "gemma3" and config.get_bool("use_bidirectional_attention", False):
+        architecture = "gemma-embedding"
     merged = {
         **(_DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS).get(architecture, {}),
         **LATENT_DEFAULTS.get(model_type, {}),
         **{k: v for k, v in config.items() if v is not None},
     }
     config = renamed_config(TypedMapping(config.path, merged), architecture)
+    if architecture in ENCODERS:
+        return check_hparams(config.path, encoder_from_config(config, architecture))
     reader = _Reader(config, architecture)
-    if architecture == "bert":
-        hparams = reader.bert()
-    elif architecture in WITH_LATENTS:
+    if architecture in WITH_LATENTS:
         hparams = latents_from_config(reader.decoder(), config)
     else:
         hparams = reader.with_experts(reader.decoder())
@@ -331,9 +341,9 @@ class _Reader:
 
     def decoder(self) -> ModelHParams:
         config, is_gemma = self.config, self.architecture in GEMMA_FAMILY
-        if config.get_bool("use_bidirectional_attention", False) or not config.get_bool(
-            "is_causal", True
-        ):
+        is_embedder = self.architecture == "gemma-embedding"
+        sees_all = not config.get_bool("is_causal", True)
+        if not is_embedder and (sees_all or config.get_bool("use_bidirectional_attention", False)):
             raise UnsupportedModelError(
                 f"{self.path}: {self.architecture!r} with attention in both directions "
                 "('use_bidirectional_attention' or 'is_causal') is not supported"
@@ -378,34 +388,6 @@ class _Reader:
             final_logit_softcapping=config.get_float("final_logit_softcapping", 0.0) or None,
             residual_scale=config.get_float("residual_multiplier", 1.0) if is_granite else 1.0,
             logit_scale=self._logit_scale() if is_granite else 1.0,
-        )
-
-    def bert(self) -> ModelHParams:
-        config = self.config
-        # RoBERTa leaves the rows up to the padding id unused.
-        is_roberta = config.get_str("model_type") in ("roberta", "xlm-roberta")
-        offset = config.get_int("pad_token_id", 1) + 1 if is_roberta else 0
-        if not 0 <= offset < 1 << 24:
-            raise ModelLoadError(f"{self.path}: pad_token_id is {offset - 1}")
-        positions = config.get_str("position_embedding_type", "absolute")
-        if positions != "absolute":
-            raise UnsupportedModelError(f"{self.path}: {positions!r} positions are not supported")
-        return ModelHParams(
-            architecture="bert",
-            hidden_size=self.hidden_size,
-            intermediate_size=config.get_int("intermediate_size"),
-            num_hidden_layers=self.num_layers,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_heads,
-            head_dim=self.hidden_size // self.num_heads,
-            vocab_size=config.get_int("vocab_size"),
-            max_position_embeddings=config.get_int("max_position_embeddings", 512) - offset,
-            norm_eps=config.get_float("layer_norm_eps", 1e-12),
-            hidden_act=self._activation("gelu"),
-            tie_word_embeddings=True,
-            attention_bias=True,
-            mlp_bias=True,
-            position_offset=offset,
         )
 
     def with_experts(self, hparams: ModelHParams) -> ModelHParams:
@@ -476,7 +458,7 @@ class _Reader:
             # Layers with a window turn as all did before the context was extended.
             theta = self.config.get_float("rope_theta", 500_000.0)
             return self.local_rope.get_float("rope_theta", theta)
-        if self.architecture != "gemma3":
+        if self.architecture not in ("gemma3", "gemma-embedding"):
             return None
         if self.local_rope is not self.config:
             return self.local_rope.get_float("rope_theta", 10_000.0)
@@ -551,7 +533,10 @@ class _Reader:
             raise UnsupportedModelError(f"{self.path}: 'use_sliding_window' is not supported")
         if self.architecture in _WITHOUT_WINDOW:
             return None
-        return config.get_int("sliding_window", 0) or None
+        window = config.get_int("sliding_window", 0) or None
+        if window is not None and self.architecture == "gemma-embedding":
+            return window // 2 + 1  # of either side
+        return window
 
     def _sliding_window_pattern(self) -> int | None:
         if self.config.has("layer_types"):

@@ -20,6 +20,7 @@ SUPPORTED_ARCHITECTURES = (
     "ernie4_5-moe",
     "falcon-h1",
     "gemma",
+    "gemma-embedding",
     "gemma2",
     "gemma3",
     "gemma4",
@@ -29,13 +30,16 @@ SUPPORTED_ARCHITECTURES = (
     "granite",
     "granitehybrid",
     "granitemoe",
+    "gte",
     "lfm2",
     "lfm2moe",
     "llama",
     "mistral",
     "mixtral",
+    "modern-bert",
     "nemotron_h",
     "nemotron_h_moe",
+    "nomic-bert",
     "olmo2",
     "olmo3",
     "olmoe",
@@ -53,9 +57,9 @@ SUPPORTED_ARCHITECTURES = (
 )
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
 
-GEMMA_FAMILY = ("gemma", "gemma2", "gemma3", "gemma4")
+GEMMA_FAMILY = ("gemma", "gemma-embedding", "gemma2", "gemma3", "gemma4")
 GRANITE_FAMILY = ("granite", "granitehybrid", "granitemoe")
-NORMS_AFTER_BLOCKS = ("gemma2", "gemma3", "gemma4", "glm4", "olmo2", "olmo3")
+NORMS_AFTER_BLOCKS = ("gemma-embedding", "gemma2", "gemma3", "gemma4", "glm4", "olmo2", "olmo3")
 WITH_EXPERTS = (
     "deepseek2",
     "ernie4_5-moe",

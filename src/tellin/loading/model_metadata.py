@@ -15,6 +15,7 @@ import msgspec
 
 from tellin.config import PoolerConfig
 from tellin.exceptions import ModelLoadError
+from tellin.loading.encoder_hparams import ROTARY_ENCODERS
 from tellin.loading.gguf_vocab import GGUFVocabulary
 from tellin.loading.hparams import check_hparams
 from tellin.loading.json_file import read_optional_json_object
@@ -23,7 +24,7 @@ from tellin.loading.templates import templates_from_folder, templates_from_gguf
 from tellin.loading.tensors import ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
 
-ENCODER_ARCHITECTURES = ("bert",)
+ENCODER_ARCHITECTURES = ("bert", "gemma-embedding", *ROTARY_ENCODERS)
 """Those whose tokens see the whole text: they cannot generate."""
 
 _GGUF_SAMPLING = {

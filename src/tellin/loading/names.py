@@ -17,6 +17,7 @@ tensors that its architecture did not use, so nothing is dropped in silence.
 ``classifier.out_proj.{weight,bias}`` (scores)  ``classifier.dense``, ``pooler.dense`` (before it)
 ``layers.{i}.mlp.selection.bias``               of experts, to choose by
 ``layers.{i}.self_attn.{k,v}_b_proj.weight``    of latents (`tellin.loading.latent`)
+``dense_{n}.{weight,bias}``                     layers after pooling
 =============================================== =================================================
 
 Matrices that a file stacks, one expert on the other, become one tensor per expert: views again.
@@ -30,6 +31,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError
+from tellin.loading.encoder_hparams import ROTARY_ENCODERS
+from tellin.loading.encoder_names import encoder_gguf_layer_names, encoder_hf_name
 from tellin.loading.gated_delta import (
     GATED_DELTA,
     gated_delta_gguf_name,
@@ -59,6 +62,7 @@ _GGUF_GLOBAL = {
     "per_layer_token_embd": "embed_tokens_per_layer",
     "per_layer_model_proj": "per_layer_model_projection",
     "per_layer_proj_norm": "per_layer_projection_norm",
+    "cls.norm": "classifier.norm",
 }
 _GGUF_LAYER = {
     "attn_norm": "input_layernorm",
@@ -127,7 +131,7 @@ _GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.([^.]+(?:\.[^.]+)?)\.(weight|bias)\Z
 _GGUF_EXPERT_NAME = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight\Z")
 """One tensor per expert: the first files of Mixtral."""
 _GGUF_SCALE_NAME = re.compile(r"blk\.(\d+)\.([^.]+)\.scale\Z")
-_GGUF_GLOBAL_NAME = re.compile(r"([^.]+)\.(weight|bias)\Z")
+_GGUF_GLOBAL_NAME = re.compile(r"(cls\.norm|[^.]+)\.(weight|bias)\Z")
 
 _HF_GLM4 = {
     "post_self_attn_layernorm": "post_attention_layernorm",
@@ -231,6 +235,8 @@ def canonical_from_gguf(
         layer_names |= _GGUF_LAYER_NORMS_AFTER
     elif architecture == "bert":
         layer_names |= _GGUF_LAYER_BERT
+    elif architecture in ROTARY_ENCODERS:
+        layer_names |= encoder_gguf_layer_names(architecture)
     elif architecture == "gpt-oss":
         layer_names |= _GGUF_LAYER_GPT_OSS
     elif hparams.latent is not None:
@@ -289,7 +295,7 @@ def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iter
 def canonical_hf_name(architecture: str, name: str) -> str:
     """The canonical name of one Hugging Face tensor; fused matrices keep theirs."""
     name = _HF_PREFIX.sub("", name, count=1) if _HF_PREFIX.match(name) else name
-    name = hybrid_hf_name(architecture, name)
+    name = encoder_hf_name(architecture, hybrid_hf_name(architecture, name))
     if architecture == "bert":
         for pattern, replacement in _HF_BERT:
             name = pattern.sub(replacement, name)
@@ -425,6 +431,8 @@ def fused_parts(hparams: ModelHParams, layer: str) -> list[tuple[str, int]]:
             "k_proj": kv_rows,
             "v_proj": kv_rows,
         }
+    elif name == "up_gate_proj":
+        rows = dict.fromkeys(("up_proj", "gate_proj"), hparams.intermediate_size)
     elif name == "gate_up_proj":
         is_expert = ".experts." in f"{prefix}."
         width = hparams.moe_intermediate_size if is_expert else hparams.intermediate_size

@@ -32,17 +32,24 @@ _FLAGS = {
 _NAMES = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 _SUPPORTED = ("CLS", "MEAN", "LAST")
 
+_MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+"""Of sentence-transformers, in the order in which they may come; there may be several Dense."""
+GGUF_DENSE = ("dense_2", "dense_3")
+
 _CLASSIFIER = "ForSequenceClassification"
 _CLASSIFIERS = {
     "Bert": "CLS",
     "Roberta": "CLS",
     "XLMRoberta": "CLS",
+    "Gte": "CLS",
+    "New": "CLS",
+    "ModernBert": "CLS",
     "Llama": "LAST",
     "Mistral": "LAST",
     "Qwen2": "LAST",
     "Qwen3": "LAST",
 }
-"""Token whose state a classifier of a family judges."""
+"""Token whose state a classifier of a family judges; of ModernBERT its configuration says which."""
 _ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 """PyTorch's modules that cross-encoders name."""
 _PROBLEM_TYPES = {
@@ -67,15 +74,21 @@ def pooler_from_folder(folder: Path, config: TypedMapping) -> PoolerConfig | Non
     classifier = _classifier(config)
     if classifier is not None:
         return classifier
-    modules = _modules(folder / "modules.json")
+    modules = module_list(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
     if "Pooling" not in kinds:
         return None
-    unknown = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    unknown = [kind for kind in kinds if kind not in _MODULES]
     if unknown:
         raise UnsupportedModelError(
             f"{folder / 'modules.json'}: module {unknown[0]!r} is not supported; supported are "
-            "Transformer, Pooling, Normalize"
+            f"{', '.join(_MODULES)}"
+        )
+    dense = [path for kind, path in modules if kind == "Dense"]
+    if kinds != sorted(kinds, key=_MODULES.index):
+        raise UnsupportedModelError(
+            f"{folder / 'modules.json'}: the order of the modules, {', '.join(kinds)}, is not "
+            f"supported; supported is {', '.join(_MODULES)}"
         )
     pooling = folder / modules[kinds.index("Pooling")][1] / "config.json"
     limits = read_optional_json_object(folder / "sentence_bert_config.json")
@@ -91,7 +104,15 @@ def pooler_from_folder(folder: Path, config: TypedMapping) -> PoolerConfig | Non
         is_matryoshka=bool(sizes) or config.get_bool("is_matryoshka", False),
         matryoshka_dimensions=sizes,
         max_seq_length=limits.get_int("max_seq_length") if limits and has_limit else None,
+        embedding_size=_embedding_size(folder / dense[-1]) if dense else None,
     )
+
+
+def _embedding_size(module: Path) -> int:
+    config = read_optional_json_object(module / "config.json")
+    if config is None:
+        raise ModelLoadError(f"{module / 'config.json'}: is missing, but modules.json names it")
+    return config.get_int("out_features")
 
 
 def pooler_from_gguf(values: TypedMapping, architecture: str) -> PoolerConfig | None:
@@ -113,7 +134,11 @@ def pooler_from_gguf(values: TypedMapping, architecture: str) -> PoolerConfig | 
             f"{values.path}: {key} is {number}; supported are 1 (mean), 2 (cls), 3 (last), and "
             "4 (rank) of bert"
         )
-    return PoolerConfig(pooling_type=_GGUF_POOLING[number])
+    sizes = [values.get_int(f"{architecture}.{name}_feat_out", 0) for name in GGUF_DENSE]
+    return PoolerConfig(
+        pooling_type=_GGUF_POOLING[number],
+        embedding_size=next((size for size in reversed(sizes) if size), None),
+    )
 
 
 def _classifier(config: TypedMapping) -> PoolerConfig | None:
@@ -136,8 +161,14 @@ def _classifier(config: TypedMapping) -> PoolerConfig | None:
     num_labels = len(labels) or config.get_int("num_labels", 2)
     if not 1 <= num_labels <= _MAX_LABELS:
         raise ModelLoadError(f"{config.path}: num_labels is {num_labels}, allowed are 1 to 2^20")
+    pooling_type = _CLASSIFIERS[family]
+    if family == "ModernBert":
+        name = config.get_str("classifier_pooling", "cls")
+        if name not in ("cls", "mean"):
+            raise ModelLoadError(f"{config.path}: classifier_pooling is {name!r}, not cls or mean")
+        pooling_type = name.upper()
     return PoolerConfig(
-        _CLASSIFIERS[family],
+        pooling_type,
         num_labels=num_labels,
         labels=labels,
         score_activation=_score_activation(config),
@@ -177,7 +208,7 @@ def _score_activation(config: TypedMapping) -> str:
     return _PROBLEM_TYPES.get(problem, "auto")
 
 
-def _modules(path: Path) -> list[tuple[str, str]]:
+def module_list(path: Path) -> list[tuple[str, str]]:
     """Class name and folder of each module, in order; none without a file."""
     if not path.is_file():
         return []

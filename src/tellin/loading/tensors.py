@@ -289,3 +289,5 @@ class ModelHParams:
     expert_groups: int = 1
     """Of equally many neighbouring experts, from ``expert_top_groups`` of which a token chooses."""
     expert_top_groups: int = 1
+    classifier_act: str = "tanh"
+    """Of an encoder's classifier, behind its dense layer: tanh, or as ``hidden_act``."""

@@ -28,12 +28,17 @@ def record(b: PlanBuilder) -> Plan:
 def embeddings(b: PlanBuilder) -> Buffer:
     x = b.embed("embed_tokens")
     x = b.add_position_embedding(x, "embed_positions")
+    return b.layer_norm(token_types(b, x), "embed_layernorm")
+
+
+def token_types(b: PlanBuilder, x: Buffer) -> Buffer:
+    """With the rows of the tokens' types added, if the model has any."""
     name = "embed_token_types"
-    if b.has(f"{name}.weight"):
-        types = b.weight(f"{name}.weight")
-        many = types.shape[0] > 1
-        x = b.add_token_type_embedding(x, name) if many else b.add_bias(x, types)
-    return b.layer_norm(x, "embed_layernorm")
+    if not b.has(f"{name}.weight"):
+        return x
+    types = b.weight(f"{name}.weight")
+    many = types.shape[0] > 1
+    return b.add_token_type_embedding(x, name) if many else b.add_bias(x, types)
 
 
 def attention(b: PlanBuilder, x: Buffer, name: str) -> Buffer:

@@ -8,6 +8,8 @@ Source: Devlin et al. 2019 (BERT), section 4.1; Liu et al. 2019 (RoBERTa).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,13 +46,53 @@ class Affine:
 
 
 @dataclass(frozen=True)
+class LayerNorm:
+    """Mean 0 and variance 1, times the weight ``[n]``, plus the bias."""
+
+    weight: Float32Array
+    bias: Float32Array | None
+    eps: float
+
+    def __call__(self, x: Float64Array) -> Float64Array:
+        centred = x - x.mean()
+        result: Float64Array = self.weight * (
+            centred / np.sqrt(np.square(centred).mean() + self.eps)
+        )
+        return result if self.bias is None else result + self.bias
+
+
+def _gelu(x: Float64Array) -> Float64Array:
+    erf = np.array([math.erf(value) for value in x / math.sqrt(2)])
+    result: Float64Array = x * 0.5 * (1 + erf)
+    return result
+
+
+def _gelu_tanh(x: Float64Array) -> Float64Array:
+    result: Float64Array = x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    return result
+
+
+_ACTIVATIONS: dict[str, Callable[[Float64Array], Float64Array]] = {
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "tanh": np.tanh,
+}
+
+
+@dataclass(frozen=True)
 class ClassifierHead:
-    """``out(tanh(dense(x)))``, or ``out(x)`` without a dense layer; then an activation."""
+    """``out(act(dense(x)))``, or ``out(x)`` without a dense layer; then an activation."""
 
     dense: Affine | None
     out: Affine
     activation: str
     """sigmoid, softmax or none."""
+    dense_act: str = "tanh"
+    """tanh, or what ModernBERT's heads name: gelu, gelu_tanh, relu or silu."""
+    norm: LayerNorm | None = None
+    """Of ModernBERT: between that and ``out``."""
 
     @property
     def num_labels(self) -> int:
@@ -59,7 +101,9 @@ class ClassifierHead:
     def __call__(self, x: Float64Array, activate: bool = True) -> Float64Array:
         """Scores ``[num_labels]`` of a state ``[hidden_size]``; logits without ``activate``."""
         if self.dense is not None:
-            x = np.tanh(self.dense(x))
+            x = _ACTIVATIONS[self.dense_act](self.dense(x))
+        if self.norm is not None:
+            x = self.norm(x)
         logits = self.out(x)
         if not activate or self.activation == "none":
             return logits
@@ -82,13 +126,26 @@ def open_classifier(path: Path, config: PoolerConfig) -> ClassifierHead:
 
     with loading.open_model(path) as source:
         width, num_labels = source.hparams.hidden_size, config.num_labels
-        dense = None
+        dense = norm = None
         if source.metadata.is_encoder:
             found = [name for name in _DENSE if f"{name}.weight" in source.tensors]
             dense = _affine(source, found[0] if found else _DENSE[0], width, width)
+        if source.hparams.architecture == "modern-bert":
+            norm = _norm(source, width)
         out = _affine(source, _OUT, num_labels, width)
         source.release_pages()
-    return ClassifierHead(dense, out, activation_of(config))
+        dense_act = source.hparams.classifier_act
+    return ClassifierHead(dense, out, activation_of(config), dense_act, norm)
+
+
+def _norm(source: ModelSource, width: int) -> LayerNorm:
+    name = "classifier.norm"
+    has_bias = f"{name}.bias" in source.tensors
+    return LayerNorm(
+        _values(source, f"{name}.weight", (width,)),
+        _values(source, f"{name}.bias", (width,)) if has_bias else None,
+        source.hparams.norm_eps,
+    )
 
 
 def _affine(source: ModelSource, name: str, rows: int, width: int) -> Affine:

@@ -26,6 +26,7 @@ from tellin.worker.backends import (
     hidden_rows_are_tokens,
 )
 from tellin.worker.classifier import ClassifierHead
+from tellin.worker.dense_layers import DenseLayers
 from tellin.worker.given_rows import GivenRows, with_given
 from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.input_batch import InputBatch, RequestState
@@ -55,7 +56,8 @@ _PROMPT_LOGITS_BYTES = 64 << 20
 class ModelRunner:
     """Runs steps on one backend.
 
-    ``images`` makes the rows of pictures in prompts, ``classifier`` scores of pooled states.
+    ``images`` makes the rows of pictures in prompts, ``classifier`` scores of pooled states,
+    ``dense`` embeddings of them.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class ModelRunner:
         backend: Backend,
         images: ImageInputs | None = None,
         classifier: ClassifierHead | None = None,
+        dense: DenseLayers | None = None,
     ) -> None:
         model = config.model_config
         self.images = images
@@ -79,7 +82,7 @@ class ModelRunner:
         self.drafter = make_drafter(config, self.batch)
         self.pooler = None
         if model.pooler_config is not None:
-            self.pooler = Pooler(model.pooler_config, classifier)
+            self.pooler = Pooler(model.pooler_config, classifier, dense)
         self.lora = None
         if config.lora_config is not None:
             plan: Plan = backend.plan  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from tellin.config import PoolerConfig
 from tellin.sampling_params import PoolingParams
 from tellin.worker.classifier import ClassifierHead
+from tellin.worker.dense_layers import DenseLayers
 from tellin.worker.input_batch import RequestState
 
 Int32Array = npt.NDArray[np.int32]
@@ -71,8 +72,14 @@ class PoolRows:
 class Pooler:
     """Pools the requests of one worker."""
 
-    def __init__(self, config: PoolerConfig, classifier: ClassifierHead | None = None) -> None:
+    def __init__(
+        self,
+        config: PoolerConfig,
+        classifier: ClassifierHead | None = None,
+        dense: DenseLayers | None = None,
+    ) -> None:
         self.config = config
+        self.dense = dense
         self.classifier = classifier
         self._earlier: dict[str, list[Float32Array]] = {}
 
@@ -144,6 +151,8 @@ class Pooler:
             pooled = hidden.sum(axis=0, dtype=np.float64) / len(hidden)
         else:
             pooled = hidden[-1].astype(np.float64)
+        if self.dense is not None and params.task == "embed":
+            pooled = self.dense(pooled)
         result = self._finish(pooled, params)
         if not np.isfinite(result).all():
             state.error = "the model gave NaN or infinite hidden states for this request"

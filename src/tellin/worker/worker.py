@@ -23,6 +23,7 @@ from tellin.kernels.batch import StepBatch
 from tellin.trace import Span
 from tellin.worker.backends import Backend, open_backend
 from tellin.worker.classifier import open_classifier
+from tellin.worker.dense_layers import open_dense_layers
 from tellin.worker.image_encoder import open_image_encoder
 from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.lora import AdapterBackend, LoRAManager
@@ -64,7 +65,10 @@ class Worker:
         classifier = None
         if pooler is not None and pooler.num_labels:
             classifier = open_classifier(config.model_config.path, pooler)
-        self.runner = ModelRunner(config, backend, images, classifier)
+        dense = None
+        if pooler is not None and pooler.embedding_size is not None:
+            dense = open_dense_layers(config.model_config.path, pooler.embedding_size)
+        self.runner = ModelRunner(config, backend, images, classifier, dense)
 
     @property
     def model_runner(self) -> ModelRunner:

@@ -335,8 +335,9 @@ class Attention(Op):
     and ``out`` have that many values. A query at position p sees positions
     ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query head h uses
     kv head ``h // (num_heads / num_kv_heads)``. Scores are q.k * scale; with ``softcap`` c they
-    become c * tanh(score / c). ``causal=False``: every query sees the whole request, which must be
-    scheduled in one step; the cache is neither written nor read, and ``layer`` is -1. ``sinks``
+    become c * tanh(score / c). ``causal=False``: every query sees the whole request, or with
+    a window the positions ``(p - sliding_window, p + sliding_window)`` of it; the request must be
+    scheduled in one step, the cache is neither written nor read, and ``layer`` is -1. ``sinks``
     ``(num_heads,)``: one more score per head in the softmax's denominator, that of a position
     without a value. Source of sinks: OpenAI 2025 (gpt-oss model card), section 2.
     """
