@@ -109,6 +109,36 @@ def test_kinds_of_layers_and_what_they_keep(tmp_path: Path) -> None:
     )
 
 
+def test_what_a_nested_configuration_says_of_ends(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, "qwen35", composite=True)
+    values = json.loads((path / "config.json").read_text())
+    values["text_config"] |= {"eos_token_id": 7, "bos_token_id": None}
+    (path / "config.json").write_text(json.dumps(values))
+    with open_model(path) as source:
+        assert source.metadata.eos_token_ids == (7,)
+        assert source.metadata.bos_token_id is None
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5Text", "Qwen3Next"])
+def test_classifiers_judge_the_last_token(name: str, tmp_path: Path) -> None:
+    """The state of the last row goes through ``score``, which the plan leaves out."""
+    case = {"Qwen3_5Text": "qwen35", "Qwen3Next": "qwen3next"}[name]
+    arrays = checkpoint_arrays(case)
+    arrays["score.weight"] = np.ones((3, 64), np.float32)
+    del arrays["lm_head.weight"]
+    values = config(case) | {"architectures": [f"{name}ForSequenceClassification"]}
+    values["num_labels"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "model.safetensors").write_bytes(pack_tensors(arrays))
+    with open_model(tmp_path) as source:
+        pooler = source.metadata.pooler
+        assert pooler is not None
+        assert (pooler.pooling_type, pooler.num_labels) == ("LAST", 3)
+        plan = build_plan(source, pooling=True)
+    assert plan.output.width == 64
+    assert len(plan.state_layers) == 3 * 4
+
+
 def test_passes_change_no_bit(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path, "qwen3next_some_dense")
     recorded, fused = (ReferenceBackend(plan_of(path, fuse=fuse)) for fuse in (False, True))

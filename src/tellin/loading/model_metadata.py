@@ -153,14 +153,17 @@ def metadata_from_folder(folder: Path, hparams: ModelHParams, num_bytes: int) ->
     generation = read_optional_json_object(folder / "generation_config.json") or none
     tokenizer_config = read_optional_json_object(folder / "tokenizer_config.json") or none
     inventory = _TokenInventory.read(folder / "tokenizer.json")
+    text = config.get_mapping("text_config") if config.has("text_config") else none
     eos = [
         *inventory.find(token_text(tokenizer_config, "eos_token")),
         *_ids(generation, "eos_token_id", hparams.vocab_size),
         *_ids(config, "eos_token_id", hparams.vocab_size),
+        *_ids(text, "eos_token_id", hparams.vocab_size),
     ]
     bos = [
         *inventory.find(token_text(tokenizer_config, "bos_token")),
         *_ids(config, "bos_token_id", hparams.vocab_size),
+        *_ids(text, "bos_token_id", hparams.vocab_size),
     ]
     return ModelMetadata(
         path=folder,

@@ -48,6 +48,8 @@ _CLASSIFIERS = {
     "Mistral": "LAST",
     "Qwen2": "LAST",
     "Qwen3": "LAST",
+    "Qwen3Next": "LAST",
+    "Qwen3_5Text": "LAST",
 }
 """Token whose state a classifier of a family judges; of ModernBERT its configuration says which."""
 _ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
