@@ -80,6 +80,14 @@ def test_a_long_prompt_leaves_snapshots_at_chunk_ends_that_go_first() -> None:
     assert ask(driver, "c", prompt[:161], 1) == 161 - 156
 
 
+def test_what_was_not_worth_keeping_is_not_asked_for_when_it_is_past() -> None:
+    driver = stateful(long_prefill_token_threshold=5)
+    manager = states(driver)
+    assert ask(driver, "a", unlike(1, 17), 1) == 17
+    manager.min_saved_tokens, manager.checkpoint_tokens = 8, 4
+    assert ask(driver, "b", unlike(1, 23), 1) == 23 - 16  # chunks to 21 and 23
+
+
 def test_decodes_renew_one_snapshot_and_a_conversation_goes_on_from_it() -> None:
     driver = stateful()
     prompt = unlike(1, 21)

@@ -186,20 +186,24 @@ class StateCacheManager:
                 continue  # what of it is right is not known before `publish`
             end = request.num_computed_tokens
             start = end - plan.num_scheduled_tokens[request.request_id]
+            if request.state_save_points:
+                for position in sorted(p for p in request.state_save_points if start < p <= end):
+                    request.state_save_points.remove(position)
+                    self._plan(request, position, result)
             if end - start == 1 and end == request.num_tokens:
                 if end % self.decode_tokens == 0:
                     self._plan(request, end, result, is_decode=True)
                 continue
-            for position in sorted(p for p in request.state_save_points if start < p <= end):
-                request.state_save_points.remove(position)
-                self._plan(request, position, result)
             # The last block's end before the last token: what the same prompt can begin from.
             last = (request.num_tokens - 1) // size * size
             if start < last <= end:
                 if last - request.num_saved_tokens >= self.min_saved_tokens:
                     self._plan(request, last, result)
-            elif end // size * size - request.num_saved_tokens >= self.checkpoint_tokens:
-                self._plan(request, end // size * size, result, is_checkpoint=True)
+                continue
+            checkpoint = end // size * size
+            is_far = checkpoint - request.num_saved_tokens >= self.checkpoint_tokens
+            if is_far and checkpoint > start:
+                self._plan(request, checkpoint, result, is_checkpoint=True)
 
     def _plan(
         self,
