@@ -24,6 +24,7 @@ struct AttentionShape {
   int64_t sharing = 1;
   int64_t window = 0;  // 0 = none
   bool causal = true;
+  RowKind rows = RowKind::kTokens;  // of queries
 
   int64_t group() const { return num_heads / num_kv_heads; }
   int64_t tile_tokens() const;  // query tokens per item

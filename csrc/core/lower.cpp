@@ -178,23 +178,25 @@ void Program::layer_norm(int x, int weight, int bias, int out, float eps) {
 void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved, int64_t offset) {
   RowOp op = make(RowOp::Kind::kRope);
   op.x = &state_->buffer(x);
-  require_tokens(*op.x);
   require(rotary >= 0 && rotary < static_cast<int>(state_->rotaries.size()),
           "rotary table id is out of range");
   State::Rotary& table = state_->rotaries[static_cast<size_t>(rotary)];
   require(num_heads > 0 && head_dim > 0 && num_heads * head_dim == op.x->width,
           "rope: the width must be num_heads * head_dim");
-  require(offset >= 0 && offset + table.angles->width <= head_dim,
-          "rope: more frequencies than pairs in a head");
-  if (!table.computed) {
+  const auto width = 2 * static_cast<int64_t>(table.frequencies->size());
+  require(offset >= 0 && offset + width <= head_dim, "rope: more frequencies than pairs in a head");
+  Buffer*& angle_buffer = table.angles[static_cast<size_t>(op.x->rows)];
+  state_->attends_logit_rows |= op.x->rows == RowKind::kLogits;
+  if (angle_buffer == nullptr) {
+    const int id = add_buffer(width, op.x->rows == RowKind::kLogits);
+    angle_buffer = &state_->buffer(id);
     RowOp angles = make(RowOp::Kind::kAngles);
-    angles.out = table.angles;
+    angles.out = angle_buffer;
     angles.frequencies = table.frequencies.get();
     angles.factor = table.attention_factor;
-    state_->append(angles, *table.angles);
-    table.computed = true;
+    state_->append(angles, *angle_buffer);
   }
-  op.y = table.angles;
+  op.y = angle_buffer;
   op.group = head_dim;
   op.count = num_heads;
   op.interleaved = interleaved;
@@ -433,9 +435,9 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
   if (writes) {
     require(key->width == num_kv_heads * head_dim && value->width == num_kv_heads * value_dim,
             "attention: k and v must have num_kv_heads * head_dim (of values) columns");
-    for (const Buffer* buffer : {key, value}) require_tokens(*buffer);
+    for (const Buffer* buffer : {&query, key, value}) require_tokens(*buffer);
   }
-  for (const Buffer* buffer : {&query, &target}) require_tokens(*buffer);
+  require(target.rows == query.rows, "attention: q and out must have the same kind of rows");
   require(&target != key && &target != value && (&target != &query || causal),
           "attention: the output must be a buffer of its own");
   require(window >= 0 && softcap >= 0.0f, "attention: window and softcap must not be negative");
@@ -448,6 +450,8 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
   shape.value_dim = value_dim;
   shape.window = window;
   shape.causal = causal;
+  shape.rows = query.rows;
+  state_->attends_logit_rows |= query.rows == RowKind::kLogits;
   if (causal) {
     require(layer >= 0 && layer < static_cast<int>(pool_.layers().size()),
             "attention: cache layer out of range");
@@ -476,7 +480,7 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
                                        AttentionStage::Buffers{&query, key, value, &target}, scale, softcap,
                                        state_->vector(sinks, num_heads), &pool_, layer, &state_->scratch);
   state_->unread.emplace_back(&target, stage.get());
-  state_->stages.push_back({std::move(stage), RowKind::kTokens});
+  state_->stages.push_back({std::move(stage), query.rows});
 }
 
 }  // namespace tellin

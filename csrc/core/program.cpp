@@ -181,9 +181,8 @@ int Program::add_kv_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_
 
 int Program::add_rotary(std::vector<double> frequencies, float attention_factor) {
   require(!frequencies.empty() && frequencies.size() <= 256, "a rotary table has 1 to 256 frequencies");
-  const int angles = add_buffer(2 * static_cast<int64_t>(frequencies.size()), /*logit_rows=*/false);
-  state_->rotaries.push_back({std::make_unique<std::vector<double>>(std::move(frequencies)), attention_factor,
-                              state_->buffers[static_cast<size_t>(angles)].get(), false});
+  state_->rotaries.push_back(
+      {std::make_unique<std::vector<double>>(std::move(frequencies)), attention_factor, {}});
   return static_cast<int>(state_->rotaries.size()) - 1;
 }
 

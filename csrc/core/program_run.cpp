@@ -207,6 +207,7 @@ class Program::Run final : public ThreadTeam::Job {
     pass.first_row = first_row;
     pass.num_tokens = pass.num_logits = 0;
     pass.requests.clear();
+    pass.logit_requests.clear();
     pass.gathers.clear();
     return pass;
   }
@@ -235,7 +236,27 @@ class Program::Run final : public ThreadTeam::Job {
       }
     }
     pass->num_logits = input_.num_logits;
+    if (state_.attends_logit_rows) find_logit_requests(*pass);
     fill_passes();
+  }
+
+  // Rows of logits that are consecutive tokens of a request belong together.
+  void find_logit_requests(Pass& pass) {
+    state_.logit_positions.resize(static_cast<size_t>(input_.num_logits));
+    for (int64_t i = 0; i < input_.num_logits; ++i) {
+      const int32_t token = input_.logits_indices[i];
+      state_.logit_positions[static_cast<size_t>(i)] = input_.positions[token];
+      const int32_t* const end = input_.query_start_loc + input_.num_requests;
+      const int64_t request =
+          std::upper_bound(input_.query_start_loc, end, token) - input_.query_start_loc - 1;
+      const int32_t* const table = input_.block_table + request * input_.max_blocks;
+      const bool follows = i > 0 && token == input_.logits_indices[i - 1] + 1;
+      if (follows && token > input_.query_start_loc[request]) {
+        ++pass.logit_requests.back().end;
+      } else {
+        pass.logit_requests.push_back({i, i + 1, input_.positions[token], table});
+      }
+    }
   }
 
   void fill_passes() {
@@ -264,7 +285,10 @@ class Program::Run final : public ThreadTeam::Job {
       pass.positions = input_.positions + pass.first_row;
       pass.token_types = input_.token_types == nullptr ? nullptr : input_.token_types + pass.first_row;
       pass.slots = state_.slots.data() + (state_.slots.empty() ? 0 : pass.first_row);
-      for (const auto& schedule : pass.schedules) schedule->build(pass.requests);
+      pass.logit_positions = state_.logit_positions.data();
+      for (const auto& schedule : pass.schedules) {
+        schedule->build(pass.requests_of(schedule->shape().rows));
+      }
     }
     size_t p = 0;
     for (int64_t i = 0; i < input_.num_logits; ++i) {

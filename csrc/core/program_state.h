@@ -25,6 +25,7 @@ struct Program::State {
   KernelTables kernels{};
   bool finalized = false;
   bool has_causal_attention = false;
+  bool attends_logit_rows = false;
   bool has_full_attention = false;    // encoder: a request must be in one pass
   bool logits_before_gather = false;  // a gather follows work on logit rows: stages cannot be reordered
   int64_t vocab_size = 0;
@@ -39,8 +40,8 @@ struct Program::State {
   struct Rotary {
     std::unique_ptr<std::vector<double>> frequencies;
     float attention_factor;
-    Buffer* angles;  // [num_tokens, cosines then sines], filled before the first rope of a pass
-    bool computed = false;
+    // By kind of rows: [num_rows, cosines then sines], filled before the first rope of a pass.
+    Buffer* angles[2] = {nullptr, nullptr};
   };
   std::vector<Rotary> rotaries;
   // Buffers whose quantised rows match their values, while building.
@@ -63,6 +64,7 @@ struct Program::State {
 
   // Of the running step; kept between steps for their memory.
   std::vector<int64_t> slots;
+  std::vector<int32_t> logit_positions;
   std::vector<int32_t> embed_index;
   std::vector<int64_t> slot_taken;  // state slots of the step, ascending
   std::vector<std::unique_ptr<Pass>> passes;

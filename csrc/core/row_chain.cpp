@@ -119,7 +119,7 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       // In double precision: a float angle of a few thousand radians would be off by 1e-4.
       const auto half = static_cast<int64_t>(op.frequencies->size());
       float* cosines = op.out->row(row);
-      const double position = pass_->positions[row];
+      const double position = pass_->positions_of(rows_)[row];
       for (int64_t i = 0; i < half; ++i) {
         const double angle = position * (*op.frequencies)[static_cast<size_t>(i)];
         cosines[i] = static_cast<float>(std::cos(angle) * static_cast<double>(op.factor));

@@ -85,11 +85,13 @@ struct Pass {
   int64_t num_logits = 0;  // rows of the step; 0 in all passes but the last
   const int32_t* token_ids = nullptr;
   const int32_t* positions = nullptr;
-  const int32_t* token_types = nullptr;  // nullptr: all 0
-  const int64_t* slots = nullptr;        // KV slot of each row
-  const float* embeds = nullptr;         // of the step: rows that are given
-  const int32_t* embed_index = nullptr;  // which of them each row is, -1 = none; nullptr: no row is given
+  const int32_t* logit_positions = nullptr;  // of the rows of logits
+  const int32_t* token_types = nullptr;      // nullptr: all 0
+  const int64_t* slots = nullptr;            // KV slot of each row
+  const float* embeds = nullptr;             // of the step: rows that are given
+  const int32_t* embed_index = nullptr;      // which of them each row is, -1 = none; nullptr: no row is given
   std::vector<RequestRows> requests;
+  std::vector<RequestRows> logit_requests;  // rows of logits, likewise
   std::vector<Gather> gathers;
   std::vector<std::unique_ptr<AttentionSchedule>> schedules;  // by attention shape
   std::vector<LoraRows> lora_rows[2];                         // by kind of rows: those with an adapter
@@ -97,6 +99,12 @@ struct Pass {
   std::vector<StateSave> state_saves;
 
   int64_t num_rows(RowKind kind) const { return kind == RowKind::kTokens ? num_tokens : num_logits; }
+  const int32_t* positions_of(RowKind kind) const {
+    return kind == RowKind::kTokens ? positions : logit_positions;
+  }
+  const std::vector<RequestRows>& requests_of(RowKind kind) const {
+    return kind == RowKind::kTokens ? requests : logit_requests;
+  }
 };
 
 struct KernelTables {

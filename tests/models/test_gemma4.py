@@ -11,6 +11,7 @@ import pytest
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.kernels import _C
+from tellin.kernels.batch import StepBatch
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
@@ -89,6 +90,36 @@ def test_promise_1_passes_chunks_and_batches_change_no_bit(name: str, tmp_path: 
             crowd.step([("b", other), ("a", ids[:3])])
             rows = [crowd.step([("b", [i]), ("a", ids[i : i + 1])])[1] for i in range(3, 15)]
             np.testing.assert_array_equal(np.concatenate(rows), whole[3:15], err_msg=isa)
+
+
+def test_layers_after_the_last_cache_run_for_wanted_rows_only(tmp_path: Path) -> None:
+    """Whichever rows' logits are wanted, and in which order, their bits are the same."""
+    plan = plan_of(write_folder(tmp_path, "small"))
+    readers = [op for op in plan.ops if isinstance(op, ir.Attention) and op.k is None]
+    assert [op.out.rows for op in readers] == [ir.Rows.LOGITS] * 3
+    lengths = (700, 5, 40)
+    ids = np.arange(sum(lengths), dtype=np.int32) * 7 % gemma4.VOCAB
+    positions = np.concatenate([np.arange(n, dtype=np.int32) for n in lengths])
+    starts = np.cumsum([0, *lengths], dtype=np.int32)
+    table = np.zeros((3, 44), np.int32)
+    for r, first in enumerate((1, 45, 46)):
+        table[r] = np.minimum(first + np.arange(44), 63)
+    wanted = [*range(744, 698, -1), 3, 4, 5, 699, 700, 701]
+    for backend in (
+        NativeBackend(plan, num_threads=2, kv_cache_dtype="int16"),
+        ReferenceBackend(plan),
+    ):
+        backend.init_kv_cache(64)
+
+        def logits(rows: list[int], backend: Any = backend) -> np.ndarray:
+            seq_lens, indices = np.array(lengths, np.int32), np.array(rows, np.int32)
+            batch = StepBatch(ids, positions, starts, seq_lens, table, indices)
+            return np.array(backend.forward(batch))
+
+        everything = logits(list(range(len(ids))))
+        np.testing.assert_array_equal(logits(wanted), everything[wanted])
+        np.testing.assert_array_equal(logits([699, 704, 744]), everything[[699, 704, 744]])
+        assert logits([]).shape == (0, gemma4.VOCAB)
 
 
 def test_a_long_prompt_runs_in_several_passes(tmp_path: Path) -> None:

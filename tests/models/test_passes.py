@@ -177,7 +177,7 @@ def test_gathered_inputs_are_gathered_again_after_a_change() -> None:
     b = small_builder()
     x = b.embed("embed")
     early = b.linear(x, "a")
-    b.rope(x, ir.RotaryTable((0.5, 0.25)))
+    b.add_token_type_embedding(x, "embed")
     plan = finish(b, b.linear(b.gather_rows(b.add(early, b.linear(x, "c"))), "d"))
     moved = passes.gather_early(plan)
     assert kinds(moved).count("GatherRows") == 2

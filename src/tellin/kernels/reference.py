@@ -295,7 +295,8 @@ class ReferenceBackend:
         x = self._get(op.x)
         heads = x.reshape(len(x), op.num_heads, op.head_dim)
         half, at = len(op.table.inv_freq), op.offset
-        angles = self._step().positions[:, None].astype(np.float64) * np.array(op.table.inv_freq)
+        positions = self._step().positions[self._tokens_of(op.x)]
+        angles = positions[:, None].astype(np.float64) * np.array(op.table.inv_freq)
         cos = (np.cos(angles) * op.table.attention_factor).astype(np.float32)[:, None, :]
         sin = (np.sin(angles) * op.table.attention_factor).astype(np.float32)[:, None, :]
         if op.interleaved:
@@ -310,11 +311,12 @@ class ReferenceBackend:
 
     def _attention(self, op: ir.Attention) -> None:
         batch = self._step()
-        num_tokens = len(batch.token_ids)
-        q = self._get(op.q).reshape(num_tokens, op.num_kv_heads, -1, op.head_dim)
+        tokens = self._tokens_of(op.q)
+        group = op.num_heads // op.num_kv_heads
+        q = self._get(op.q).reshape(len(tokens), op.num_kv_heads, group, op.head_dim)
         value_dim = op.value_dim or op.head_dim
         k, v = (
-            None if x is None else self._get(x).reshape(num_tokens, op.num_kv_heads, dim)
+            None if x is None else self._get(x).reshape(len(tokens), op.num_kv_heads, dim)
             for x, dim in ((op.k, op.head_dim), (op.v, value_dim))
         )
         out = np.empty((*q.shape[:3], value_dim), dtype=np.float32)
@@ -329,7 +331,8 @@ class ReferenceBackend:
                 keys, values = self._read_cache(op.layer, r)
             else:
                 keys, values = _by_head(k[start:stop]), _by_head(v[start:stop])
-            for t in range(start, stop):
+            for row in np.flatnonzero((tokens >= start) & (tokens < stop)).tolist():
+                t = int(tokens[row])
                 end = int(batch.positions[t]) + 1 if op.causal else stop - start
                 begin, window = 0, op.sliding_window
                 if window is not None and op.causal:
@@ -338,14 +341,20 @@ class ReferenceBackend:
                     begin = max(0, t - start - window + 1)
                     end = min(end, t - start + window)
                 for head in range(op.num_kv_heads):
-                    out[t, head] = _attend(
-                        q[t, head],
+                    out[row, head] = _attend(
+                        q[row, head],
                         keys[head, begin:end],
                         values[head, begin:end],
                         op,
                         None if sinks is None else sinks[head],
                     )
-        self._set(op.out, out.reshape(num_tokens, -1))
+        self._set(op.out, out.reshape(len(tokens), op.out.width))
+
+    def _tokens_of(self, x: ir.Buffer) -> npt.NDArray[Any]:
+        """Which token each row of ``x`` belongs to."""
+        batch = self._step()
+        is_logits = x.rows is ir.Rows.LOGITS
+        return batch.logits_indices if is_logits else np.arange(len(batch.token_ids))
 
     def _write_cache(self, layer: int, k: Floats, v: Floats) -> None:
         """Store the step's keys and values, ``[num_tokens, num_kv_heads, their dim]``."""

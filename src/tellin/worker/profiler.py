@@ -50,11 +50,9 @@ class ProfiledBackend:
         self._forwards: list[Span] = []
         self._rows = {ir.Rows.TOKENS: 0, ir.Rows.LOGITS: 0}
         self._passes = {ir.Rows.TOKENS: 0, ir.Rows.LOGITS: 0}
-        self._windows = {
-            op.sliding_window for op in self._plan_ops() if isinstance(op, ir.Attention)
-        }
-        self._pairs = dict.fromkeys(self._windows, 0)
-        self._keys_read = dict.fromkeys(self._windows, 0)
+        self._views = {_view(op) for op in self._plan_ops() if isinstance(op, ir.Attention)}
+        self._pairs = dict.fromkeys(self._views, 0)
+        self._keys_read = dict.fromkeys(self._views, 0)
         if self._has_stages:
             self.wrapped.set_profile(True)
             self.wrapped.take_spans()
@@ -85,13 +83,17 @@ class ProfiledBackend:
         self._rows[ir.Rows.LOGITS] += num_logits
         self._passes[ir.Rows.TOKENS] += -(-num_tokens // PASS_ROWS)
         self._passes[ir.Rows.LOGITS] += min(num_logits, 1)
-        for window in self._windows:
-            seen, lens = batch.positions.astype(np.int64) + 1, batch.seq_lens
+        for window, rows in self._views:
+            tokens = np.arange(num_tokens) if rows is ir.Rows.TOKENS else batch.logits_indices
+            requests = np.searchsorted(batch.query_start_loc, tokens, side="right") - 1
+            counts = np.bincount(requests, minlength=len(batch.seq_lens))
+            seen = batch.positions[tokens].astype(np.int64) + 1
+            lens = np.where(counts > 0, batch.seq_lens, 0)
             if window is not None:
                 seen = np.minimum(seen, window)
-                lens = np.minimum(lens, np.diff(batch.query_start_loc) + window - 1)
-            self._pairs[window] += int(seen.sum())
-            self._keys_read[window] += int(lens.sum())
+                lens = np.minimum(lens, counts + window - 1)
+            self._pairs[window, rows] += int(seen.sum())
+            self._keys_read[window, rows] += int(lens.sum())
 
     def finish(self) -> tuple[list[Span], list[OperationProfile]]:
         """Stop measuring: spans of all threads, and operations in plan order."""
@@ -136,15 +138,20 @@ class ProfiledBackend:
         """Multiply-accumulates and bytes read of all steps."""
         if isinstance(op, ir.Attention):
             size = _KV_BYTES[self.wrapped.info["kv_cache_dtype"]]
-            keys = self._keys_read[op.sliding_window] * op.num_kv_heads
+            keys = self._keys_read[_view(op)] * op.num_kv_heads
             dims = float(op.head_dim + (op.value_dim or op.head_dim))
-            pairs = self._pairs[op.sliding_window] * op.num_heads
+            pairs = self._pairs[_view(op)] * op.num_heads
             return pairs * dims, keys * dims * size
         rows = op.writes[0].rows
         reads: float = self._rows[rows] if isinstance(op, ir.Embed) else self._passes[rows]
         if isinstance(op, ir.Experts):
             reads *= _experts_read(op, self._rows[rows] / max(1, self._passes[rows]))
         return float(op_macs(op) * self._rows[rows]), float(op_weight_bytes(op) * reads)
+
+
+def _view(op: ir.Attention) -> tuple[int | None, ir.Rows]:
+    """What operations that see the same keys have in common."""
+    return op.sliding_window, op.q.rows
 
 
 def _experts_read(op: ir.Experts, rows: float) -> float:

@@ -5,8 +5,8 @@ plan is polymorphic in the number of rows: a buffer has a fixed width and either
 scheduled token (`Rows.TOKENS`) or one row per position whose logits are wanted (`Rows.LOGITS`). All
 values are float32 `[num_rows, width]`, row-major; an operation may read and write the same buffer
 only where it says so. All buffers of one operation have the same kind of rows, except `GatherRows`;
-any operation whose values do not depend on a position may run on logit rows (the fusion passes move
-work there).
+any operation that fills no cache may run on logit rows, whose positions are those of their tokens
+(the fusion passes move work there).
 
 Every operation treats each row by itself, except `Attention`, which reads the request's own KV
 cache, and the recurrences (`ShortConv`, `GatedDelta`, `SelectiveScan`), which go from row to row of
@@ -328,7 +328,8 @@ class Rope(Op):
 class Attention(Op):
     """Write k and v of this step into the paged cache of ``layer``, then attend causally.
 
-    Without k and v it writes nothing: an operation before has filled the same ``layer``.
+    Without k and v it writes nothing: an operation before has filled the same ``layer``; q and out
+    may then have a row per row of logits.
 
     ``q``, ``out`` ``[num_tokens, num_heads * head_dim]``; ``k``, ``v``
     ``[num_tokens, num_kv_heads * head_dim]``; with ``value_dim``, at most head_dim, heads of ``v``

@@ -140,11 +140,10 @@ def fuse_multi_linears(plan: Plan) -> Plan:
 
 _ROWWISE = (
     ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.HeadLinear, ir.MultiLinear, ir.GatedLinear, ir.Experts,
-    ir.Lora, ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.Concat, ir.AddBias, ir.Scale,
-    ir.ScaleByWeight,
-    ir.Softcap,
+    ir.Lora, ir.Rope, ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.Concat, ir.AddBias,
+    ir.Scale, ir.ScaleByWeight, ir.Softcap,
 )  # fmt: skip
-"""Operations whose result for a row depends on nothing but that row."""
+"""Operations whose result for a row depends on nothing but that row and its position."""
 
 
 def gather_early(plan: Plan) -> Plan:
@@ -203,9 +202,16 @@ def _ops_before_gather_only(plan: Plan, gather: int) -> set[int]:
     for i in reversed(range(gather)):
         op = plan.ops[i]
         readers = [r for out in op.writes for r in flow.readers[out] if r > i]
-        if isinstance(op, _ROWWISE) and readers and all(r == gather or r in late for r in readers):
+        if _is_rowwise(op) and readers and all(r == gather or r in late for r in readers):
             late.add(i)
     return late
+
+
+def _is_rowwise(op: Op) -> bool:
+    """Attention is so too where it reads a cache that others fill: then prompts need no more of the
+    layers after the last that fills one than the rows whose logits are wanted.
+    """
+    return isinstance(op, _ROWWISE) or (isinstance(op, ir.Attention) and op.k is None)
 
 
 # ---- buffers ---------------------------------------------------------------------------------
