@@ -341,7 +341,7 @@ class StatefulExecutor(FakeExecutor):
     The memory holds ``max_slots`` of them, the null slot included.
     """
 
-    max_slots = 1000
+    max_slots = 24
 
     def state_bytes_per_slot(self) -> int:
         return 1 << 20

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from tellin.config import SpeculativeConfig
 from tellin.protocol import FinishReason
 from tests.core.driver import Driver
-from tests.core.fakes import lone_run
+from tests.core.fakes import FakeExecutor, StatefulExecutor, lone_run
 from tests.core.test_fuzz import good_and_bad_drafts
 
 MAX_MODEL_LEN = 40
@@ -51,6 +51,7 @@ class EngineMachine(RuleBasedStateMachine):
         watermark=st.sampled_from([0.0, 0.1]),
         max_partial=st.sampled_from([0, 0, 1]),
         drafting=st.sampled_from([None, None, "ngram", "draft_model"]),
+        stateful=st.booleans(),
     )
     def start(
         self,
@@ -64,11 +65,13 @@ class EngineMachine(RuleBasedStateMachine):
         watermark: float,
         max_partial: int,
         drafting: str | None,
+        stateful: bool,
     ) -> None:
         speculative = None
         if drafting is not None and budget > 5:  # a draft model takes a token of each seat
             speculative = SpeculativeConfig(drafting, 3, model="m", adaptive=caching)
         self.driver = Driver(
+            executor_class=StatefulExecutor if stateful else FakeExecutor,
             speculative_config=speculative,
             log_stats=True,
             policy=policy,
@@ -84,6 +87,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_partial_prefills=max_partial,
         )
         self.driver.scheduler.in_flight_prefixes.min_shared_tokens = 4
+        states = self.driver.scheduler.kv_cache_manager.states
+        if states is not None:
+            states.min_saved_tokens = states.checkpoint_tokens = states.decode_tokens = block_size
         if speculative is not None:
             self.driver.executor.draft = good_and_bad_drafts
             self.driver.executor.model_time_s = 0.01
