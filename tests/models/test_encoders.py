@@ -13,8 +13,10 @@ from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
 from tellin.models import build_plan
+from tests.models.encoder_files import write_encoder_gguf
 from tests.models.encoders import CASES, DENSE, EMBEDDERS, QUERY, SCORERS, TEXTS, write_encoder
 
+GGUF_CASES = ("gemma", "modernbert", "modernbert_scores", "nomic")
 STORED = np.load(Path(__file__).parents[1] / "data" / "encoders.npz")
 
 
@@ -80,3 +82,23 @@ def test_dense_layers_give_the_size_of_embeddings(tmp_path: Path) -> None:
         assert llm.model_config.pooler_config.embedding_size == DENSE[-1]
         assert len(llm.embed([TEXTS[0]])[0].outputs.embedding) == DENSE[-1]
         assert CASES["gemma"]["use_bidirectional_attention"]
+
+
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_gguf_files_give_what_folders_give(tmp_path: Path, case: str) -> None:
+    with LLM(str(write_encoder(tmp_path / "folder", case)), num_threads=2) as of_folder:
+        expected, ids = [], []
+        for text in TEXTS:
+            prompt = of_folder.llm_engine.renderer.render_cmpl([text])[0]["prompt_token_ids"]
+            ids.append({"prompt_token_ids": prompt})
+            expected.append(vector(of_folder, ids[-1]))
+    path = write_encoder_gguf(tmp_path / "model.gguf", case)
+    with LLM(str(path), num_threads=2, skip_tokenizer_init=True) as of_file:
+        for prompt, values in zip(ids, expected, strict=True):
+            np.testing.assert_allclose(vector(of_file, prompt), values, rtol=1e-5, atol=1e-6)
+
+
+def vector(llm: LLM, prompt: dict[str, list[int]]) -> list[float]:
+    if "classify" in llm.supported_tasks:
+        return llm.classify([prompt])[0].outputs.probs
+    return llm.embed([prompt])[0].outputs.embedding

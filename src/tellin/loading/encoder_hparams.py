@@ -142,7 +142,7 @@ def encoder_from_gguf(metadata: TypedMapping, architecture: str, vocab_size: int
         vocab_size=vocab_size,
         max_position_embeddings=metadata.get_int(key("context_length")),
         norm_eps=metadata.get_float(key("attention.layer_norm_epsilon")),
-        hidden_act=_activation(metadata, key("hidden_act"), default_act),
+        hidden_act=_activation(metadata, key("hidden_activation"), default_act),
         rope_theta=metadata.get_float(key("rope.freq_base"), 160_000.0 if is_modern else 1000.0),
         tie_word_embeddings=True,
         classifier_act="gelu" if is_modern else "tanh",

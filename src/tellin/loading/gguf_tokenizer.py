@@ -64,7 +64,8 @@ def _byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:
     backend.pre_tokenizer = pre.build()
     backend.decoder = decoders.ByteLevel()
     _add_special_tokens(vocabulary, backend, tokens)
-    _set_template(vocabulary, backend, tokens, add_bos=pre.add_bos)
+    pair = ["bos", "$A", "eos", "$B:1", "eos"] if vocabulary.pre == "modern-bert" else None
+    _set_template(vocabulary, backend, tokens, add_bos=pre.add_bos, pair=pair)
     return backend
 
 

@@ -18,6 +18,8 @@ from tellin.loading.json_file import read_optional_json_object
 from tellin.loading.typed_mapping import TypedMapping
 
 _GGUF_POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}
+_GGUF_RANKERS = {"bert": 2, "modern-bert": 1}
+"""Architectures whose files score, and the pooling of those that do not say it."""
 _GGUF_RANK = 4
 """Source: GGUF specification, pooling types; 0 = none, 4 = rank (a cross-encoder's score)."""
 
@@ -127,14 +129,21 @@ def pooler_from_gguf(values: TypedMapping, architecture: str) -> PoolerConfig | 
     number = values.get_int(key, 0)
     if number == 0:
         return None
-    if number == _GGUF_RANK and architecture == "bert":
+    if number == _GGUF_RANK and architecture in _GGUF_RANKERS:
         names = f"{architecture}.classifier.output_labels"
         labels = tuple(values.get_strings(names)) if values.has(names) else ()
-        return PoolerConfig("CLS", num_labels=max(len(labels), 1), labels=labels)
+        pooled = _GGUF_RANKERS[architecture]
+        pooled = values.get_int(f"{architecture}.classifier.pooling_type", pooled)
+        if pooled not in (1, 2):
+            raise UnsupportedModelError(
+                f"{values.path}: {architecture}.classifier.pooling_type is {pooled}; supported are "
+                "1 (mean) and 2 (cls)"
+            )
+        return PoolerConfig(_GGUF_POOLING[pooled], num_labels=max(len(labels), 1), labels=labels)
     if number not in _GGUF_POOLING:
         raise UnsupportedModelError(
             f"{values.path}: {key} is {number}; supported are 1 (mean), 2 (cls), 3 (last), and "
-            "4 (rank) of bert"
+            f"4 (rank) of {', '.join(_GGUF_RANKERS)}"
         )
     sizes = [values.get_int(f"{architecture}.{name}_feat_out", 0) for name in GGUF_DENSE]
     return PoolerConfig(

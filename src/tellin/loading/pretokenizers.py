@@ -101,6 +101,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt2": _GPT2,
     "gpt-2": _GPT2,
     "jais": _GPT2,
+    "modern-bert": _GPT2_NFC,
     "mpt": _GPT2_NFC,
     "olmo": _GPT2_NFC,
     "smollm": _DIGITS_GPT2,
