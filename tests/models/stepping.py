@@ -26,6 +26,8 @@ class Stepper:
     next_block: int = 1
     slots: dict[str, int] = field(default_factory=dict)
     """Of recurrent states: requests get them in order unless a test gives them."""
+    adapters: dict[str, int] = field(default_factory=dict)
+    """Slots of requests that have an adapter."""
 
     def __post_init__(self) -> None:
         self.backend.init_kv_cache(self.num_blocks)
@@ -66,10 +68,16 @@ class Stepper:
             block_table=table,
             logits_indices=np.arange(len(tokens), dtype=np.int32),
             state_slots=self._state_slots(names),
+            adapter_slots=self._adapter_slots(names),
             state_saves=np.array(saves, dtype=np.int32) if saves else None,
         )
         logits = np.array(self.backend.forward(batch))
         return [logits[a:b] for a, b in pairwise(starts)]
+
+    def _adapter_slots(self, names: Sequence[str]) -> np.ndarray | None:
+        if not self.adapters:
+            return None
+        return np.array([self.adapters.get(name, -1) for name in names], dtype=np.int32)
 
     def _state_slots(self, names: Sequence[str]) -> np.ndarray | None:
         if not self.backend.plan.state_layers:

@@ -8,16 +8,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from tellin.exceptions import LoadError
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
+from tellin.loading.lora import load_adapter
 from tellin.models import build_plan
-from tellin.models.plan.ir import Plan
+from tellin.models.plan import ir
+from tests.models.adapters import write_adapter
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny_hybrids import (
     HYBRIDS,
+    hybrid_arrays,
     hybrid_token_ids,
     write_tiny_hybrid,
 )
@@ -25,6 +29,7 @@ from tests.models.tiny_hybrids_gguf import write_tiny_hybrid_gguf
 
 NOT_IN_GGUF = ("bamba", "falcon-h1_norm", "granitehybrid_dense")
 """They rotate in a way that their converter's files do not tell, or have a norm of their own."""
+FLOAT32: dict[str, Any] = {"activation_precision": "float32", "kv_cache_dtype": "float32"}
 IN_GGUF = [name for name in HYBRIDS if name not in NOT_IN_GGUF]
 
 
@@ -34,7 +39,7 @@ def golden() -> dict[str, np.ndarray]:
         return dict(stored)
 
 
-def plan_of(path: Path, **options: Any) -> Plan:
+def plan_of(path: Path, **options: Any) -> ir.Plan:
     with open_model(path) as source:
         return build_plan(source, **options)
 
@@ -80,7 +85,7 @@ def test_promise_1_chunks_and_neighbours_change_no_bit(name: str, tmp_path: Path
 def test_promise_1_with_native_kernels(name: str, golden: Any, tmp_path: Path) -> None:
     """Logits of `transformers` in float32; in the default precision equal bits in any chunks."""
     plan = plan_of(write_tiny_hybrid(tmp_path, name))
-    exact = NativeBackend(plan, activation_precision="float32", kv_cache_dtype="float32")
+    exact = NativeBackend(plan, **FLOAT32)
     logits = logits_of(exact, hybrid_token_ids())
     np.testing.assert_allclose(logits, golden[name], rtol=0, atol=2e-4)
     ids = hybrid_token_ids().tolist()
@@ -117,10 +122,65 @@ def test_what_is_not_supported_is_refused_with_its_name_and_value(
 
 def test_a_time_step_limit_is_read_in_either_spelling(tmp_path: Path) -> None:
     path = write_tiny_hybrid(tmp_path, "granitehybrid") / "config.json"
-    limits: list[list[Any]] = [[0.1, 2.5], [0.0, {"__float__": "Infinity"}]]
+    infinity = float("inf")  # written as `Infinity`, as Python does
+    limits: list[list[Any]] = [[0.1, 2.5], [0.0, infinity], [0.0, {"__float__": "Infinity"}]]
     for limit in limits:
         path.write_text(json.dumps(HYBRIDS["granitehybrid"] | {"time_step_limit": limit}))
         with open_model(tmp_path) as source:
             assert source.hparams.mamba is not None
             found = source.hparams.mamba.time_step_limit
-        assert found == (limit[0], 2.5 if limit[0] else float("inf"))
+        assert found == (limit[0], 2.5 if limit[0] else infinity)
+
+
+def test_a_granite_of_attention_alone_has_no_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smallest ones of Granite 4: what they say of Mamba2 means nothing."""
+    config = HYBRIDS["granitehybrid_dense"] | {"layer_types": ["attention"] * 4}
+    monkeypatch.setitem(HYBRIDS, "alone", config | {"mamba_n_heads": 7})
+    write_tiny_hybrid(tmp_path, "alone")
+    plan = plan_of(tmp_path)
+    assert (len(plan.kv_layers), plan.state_layers) == (4, ())
+
+
+def test_logit_rows_are_gathered_before_they_are_used(tmp_path: Path) -> None:
+    """So long steps run in passes; as for the other architectures, which `test_lora` has."""
+    for name in HYBRIDS:
+        ops = plan_of(write_tiny_hybrid(tmp_path / name, name), max_lora_rank=2).ops
+        gathers = [i for i, op in enumerate(ops) if isinstance(op, ir.GatherRows)]
+        logit = [
+            i
+            for i, op in enumerate(ops)
+            if not isinstance(op, ir.GatherRows) and op.writes[0].rows is ir.Rows.LOGITS
+        ]
+        assert max(gathers) < min(logit), name
+
+
+@pytest.mark.parametrize("name", ["lfm2", "granitehybrid"])
+def test_adapters_change_recurrent_layers(name: str, tmp_path: Path) -> None:
+    """7.3: an adapter of a fused in-projection gives what merged weights give."""
+    modules = {
+        "lfm2": ("conv.in_proj", "conv.out_proj", "feed_forward.w1"),
+        "granitehybrid": ("mamba.in_proj", "mamba.out_proj", "shared_mlp.input_linear"),
+    }[name]
+    arrays = hybrid_arrays(name)
+    random = np.random.RandomState(3)
+    pairs = {}
+    for module in modules:
+        layer = f"model.layers.0.{module}"
+        num_out, num_in = arrays[f"{layer}.weight"].shape
+        a = (0.1 * random.standard_normal((2, num_in))).astype(np.float32)
+        b = random.standard_normal((num_out, 2)).astype(np.float32)
+        pairs[f"layers.0.{module}"] = (a, b)
+        arrays[f"{layer}.weight"] += b @ a
+    write_adapter(tmp_path / "adapter", pairs, lora_alpha=2)
+    merged = write_tiny_hybrid(tmp_path / "merged", name)
+    save_file(arrays, merged / "model.safetensors")
+    expected = logits_of(backend_of(merged), hybrid_token_ids())
+    with open_model(write_tiny_hybrid(tmp_path / "base", name)) as source:
+        plan = build_plan(source, max_lora_rank=2)
+        adapter = load_adapter(tmp_path / "adapter", source.hparams, plan.lora_sites, 2)
+    for backend in (ReferenceBackend(plan), NativeBackend(plan, **FLOAT32)):
+        backend.set_adapter(0, adapter.weights)
+        logits = Stepper(backend, adapters={"a": 0}).step([("a", hybrid_token_ids().tolist())])[0]
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)

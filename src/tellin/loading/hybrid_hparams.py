@@ -211,7 +211,7 @@ def with_recurrent_config(config: TypedMapping, hparams: ModelHParams) -> ModelH
         refuse_unless(config, "conv_bias", False)
         kernel = config.get_int("conv_L_cache")
         return replace(hparams, layer_types=kinds, conv_kernel=checked_kernel(config, kernel))
-    return replace(mamba_from_config(config, hparams), layer_types=kinds)
+    return mamba_from_config(config, replace(hparams, layer_types=kinds))
 
 
 def _config_kinds(config: TypedMapping, hparams: ModelHParams) -> tuple[str, ...]:

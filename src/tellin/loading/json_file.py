@@ -6,6 +6,8 @@ object gets a `ModelLoadError` with its name, not a crash.
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def read_json_object(path: Path) -> TypedMapping:
         num_bytes = path.stat().st_size
         if num_bytes > _MAX_BYTES:
             raise ModelLoadError(f"{path}: has {num_bytes} bytes, allowed are {_MAX_BYTES}")
-        values: Any = msgspec.json.decode(path.read_bytes())
+        values: Any = _decode(path.read_bytes())
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -36,6 +38,18 @@ def read_json_object(path: Path) -> TypedMapping:
     if not isinstance(values, dict):
         raise ModelLoadError(f"{path}: is not a JSON object")
     return TypedMapping(path, values)
+
+
+def _decode(raw: bytes) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        if b"Infinity" not in raw:
+            raise
+        # No JSON, but Python writes it: some configurations limit a value by it.
+        with suppress(ValueError):
+            return json.loads(raw)
+        raise
 
 
 def read_optional_json_object(path: Path) -> TypedMapping | None:

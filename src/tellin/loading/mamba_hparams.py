@@ -43,6 +43,14 @@ def mamba_from_config(config: TypedMapping, hparams: ModelHParams) -> ModelHPara
     architecture = hparams.architecture
     for key, value in _MUST_BE[architecture]:
         refuse_unless(config, key, value)
+    if architecture == "granitehybrid":
+        positions = config.get("position_embedding_type")
+        if positions not in (None, "rope", "nope"):
+            raise UnsupportedModelError(f"{config.path}: {positions!r} positions are not supported")
+        # Without rope every layer leaves q and k unrotated.
+        hparams = replace(hparams, no_rope_interval=None if positions == "rope" else 1)
+        if "mamba" not in hparams.layer_types:
+            return hparams  # the smallest models; what they say of Mamba2 means nothing
     heads = config.get_int("mamba_n_heads")
     head_dim, inner = _inner_size(config, architecture, hparams.hidden_size, heads)
     if heads * head_dim != inner:
@@ -63,12 +71,6 @@ def mamba_from_config(config: TypedMapping, hparams: ModelHParams) -> ModelHPara
     hparams = replace(hparams, mamba=_checked(config, mamba))
     if architecture == "falcon-h1":
         return _with_falcon_scales(config, hparams)
-    if architecture == "granitehybrid":
-        positions = config.get("position_embedding_type")
-        if positions not in (None, "rope", "nope"):
-            raise UnsupportedModelError(f"{config.path}: {positions!r} positions are not supported")
-        # Without rope every layer leaves q and k unrotated.
-        return replace(hparams, no_rope_interval=None if positions == "rope" else 1)
     return (
         replace(hparams, no_rope_interval=1) if architecture.startswith("nemotron_h") else hparams
     )

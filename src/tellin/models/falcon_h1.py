@@ -17,8 +17,11 @@ def record(b: PlanBuilder) -> Plan:
     x = embed_tokens(b)
     for i in range(b.hparams.num_hidden_layers):
         h = b.rms_norm(x, f"layers.{i}.input_layernorm")
+        name = f"layers.{i}.self_attn"
+        attended = attention(b, h, name, rope)
         mixed = mamba2(b, h, f"layers.{i}.mamba")
-        x = b.add(x, b.add(mixed, attention(b, h, f"layers.{i}.self_attn", rope)))
+        out = scaled(b, b.linear(attended, f"{name}.o_proj", bias=False), "self_attn.o_proj")
+        x = b.add(x, b.add(mixed, out))
         h = b.rms_norm(x, f"layers.{i}.post_attention_layernorm")
         x = b.add(x, mlp(b, h, f"layers.{i}.mlp"))
     return lm_head(b, x)
@@ -29,8 +32,7 @@ def attention(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable) -> Buffer
         scaled(b, b.linear(x, f"{name}.{part}_proj", bias=False), f"self_attn.{part}_proj")
         for part in "qkv"
     )
-    out = b.attention(b.rope(q, rope), b.rope(k, rope), v, name=name)
-    return scaled(b, b.linear(out, f"{name}.o_proj", bias=False), "self_attn.o_proj")
+    return b.attention(b.rope(q, rope), b.rope(k, rope), v, name=name)
 
 
 def mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:

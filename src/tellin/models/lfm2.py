@@ -27,9 +27,11 @@ def record(b: PlanBuilder) -> Plan:
 
 
 def gated_conv(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
-    gate_in, gate_out, values = (b.linear(x, f"{name}.{part}_proj", bias=False) for part in "bcx")
-    mixed = b.short_conv(b.mul(gate_in, values), f"{name}.conv")
-    return b.linear(b.mul(gate_out, mixed), f"{name}.out_proj", bias=False)
+    gate, values = (b.linear(x, f"{name}.{part}_proj", bias=False) for part in "bx")
+    mixed = b.short_conv(b.mul(gate, values), f"{name}.conv")
+    # Here, not before: in the last layer it is computed for the rows alone that are wanted.
+    gate = b.linear(x, f"{name}.c_proj", bias=False)
+    return b.linear(b.mul(gate, mixed), f"{name}.out_proj", bias=False)
 
 
 def attention(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable) -> Buffer:

@@ -61,16 +61,16 @@ def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     if mamba is None:
         raise ValueError(f"{name}: the hyperparameters have no dimensions of Mamba2 layers")
     parts = ("z", "x", "b", "c", "dt")
-    linears = (b.linear(x, f"{name}.{part}_proj") for part in parts)
-    gate, values, key, query, dt = (
-        scaled(b, out, f"mamba.{part}_proj") for part, out in zip(parts, linears, strict=True)
-    )
+    linears = [b.linear(x, f"{name}.{part}_proj") for part in parts]
+    gate, values, key, query, dt = linears
+    for part, out in zip(parts[1:], linears[1:], strict=True):
+        scaled(b, out, f"mamba.{part}_proj")
     start = 0
     mixed = []
-    for part in (values, key, query):
-        rows = (start, start + part.width)
-        mixed.append(b.short_conv(part, f"{name}.conv1d", act=hp.hidden_act, rows=rows))
-        start += part.width
+    for operand in (values, key, query):
+        rows = (start, start + operand.width)
+        mixed.append(b.short_conv(operand, f"{name}.conv1d", act=hp.hidden_act, rows=rows))
+        start += operand.width
     values, key, query = mixed
     out = b.selective_scan(
         values, key, query, dt, name,
@@ -79,7 +79,7 @@ def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     has_norm, group = b.has(f"{name}.norm.weight"), out.width // mamba.num_groups
     if has_norm and mamba.norm_before_gate:
         out = b.rms_norm(out, f"{name}.norm", group=group, shared=False)
-    out = b.act_mul(gate, out)
+    out = b.act_mul(scaled(b, gate, "mamba.z_proj"), out)
     if has_norm and not mamba.norm_before_gate:
         out = b.rms_norm(out, f"{name}.norm", group=group, shared=False)
     return scaled(b, b.linear(out, f"{name}.out_proj"), "mamba.out_proj")

@@ -30,7 +30,8 @@ def optimize(plan: Plan) -> Plan:
 
 LORA_SITE = re.compile(
     r"layers\.\d+\.(self_attn\.([qkvo]|gate)_proj|linear_attn\.(in_proj_[qkvzab]|out_proj)"
-    r"|mlp\.(gate|up|down)_proj)(?=\.weight\Z)"
+    r"|conv\.([bcx]|out)_proj|mamba\.([zxbc]|dt|out)_proj"
+    r"|mlp\.(shared_expert\.)?(gate|up|down)_proj)(?=\.weight\Z)"
 )
 """Linear layers that adapters may change."""
 
