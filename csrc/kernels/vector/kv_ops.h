@@ -123,19 +123,27 @@ void kv_store(const KvLayout& layout, const float* k, const float* v, int64_t la
     case KvDtype::kFloat16: {
       uint16_t* k_out = reinterpret_cast<uint16_t*>(tile) + lane;
       uint16_t* v_out = reinterpret_cast<uint16_t*>(value_tile) + lane * value_dim;
-      for (int64_t d = 0; d < head_dim; d += 8) {
-        float part[16] = {0};
+      for (int64_t d = 0; d < value_dim; d += 8) {
+        float part[16];
         uint16_t halves[16];
         for (int i = 0; i < 8; ++i) {
           part[i] = k[d + i];
-          part[8 + i] = d < value_dim ? v[d + i] : 0.0f;
+          part[8 + i] = v[d + i];
         }
         for (int i = 0; i < 16; i += Simd::kWidth)
           Simd::store_f16(halves + i, clamp_half(Simd::load(part + i)));
         for (int i = 0; i < 8; ++i) {
           k_out[(d + i) * kTilePositions] = halves[i];
-          if (d < value_dim) v_out[d + i] = halves[8 + i];
+          v_out[d + i] = halves[8 + i];
         }
+      }
+      for (int64_t d = value_dim; d < head_dim; d += 8) {  // keys may be longer
+        float part[16] = {0};
+        uint16_t halves[16];
+        for (int i = 0; i < 8; ++i) part[i] = k[d + i];
+        for (int i = 0; i < 16; i += Simd::kWidth)
+          Simd::store_f16(halves + i, clamp_half(Simd::load(part + i)));
+        for (int i = 0; i < 8; ++i) k_out[(d + i) * kTilePositions] = halves[i];
       }
       return;
     }
