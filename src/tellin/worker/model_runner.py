@@ -262,7 +262,7 @@ class ModelRunner:
         if self._prompt_logprobs:
             extra = self._split_prompts(computed, counts, step)
         pooling = self._pool_rows(computed, counts) if self.pooler is not None else []
-        given = self.given.gather(states, computed, counts, self.backend)
+        given = self.given.gather(states, computed, counts, self.backend) if states else None
         excluded = [
             row
             for row, state in enumerate(states)
