@@ -91,11 +91,13 @@ def test_gguf(number: int, kind: str) -> None:
 
 
 def test_gguf_rank() -> None:
-    """Encoders have a head of their own; how a decoder's states become a score is not in a file."""
-    values = TypedMapping(Path("x.gguf"), {"bert.pooling_type": 4, "qwen3.pooling_type": 4})
+    """Encoders and Qwen3-Reranker have a head in the file; of other decoders none is known."""
+    keys = {f"{name}.pooling_type": 4 for name in ("bert", "qwen3", "llama")}
+    values = TypedMapping(Path("x.gguf"), keys)
     assert pooler_from_gguf(values, "bert") == PoolerConfig("CLS", num_labels=1)
+    assert pooler_from_gguf(values, "qwen3") == PoolerConfig("LAST", num_labels=1)
     with pytest.raises(UnsupportedModelError, match="pooling_type is 4"):
-        pooler_from_gguf(values, "qwen3")
+        pooler_from_gguf(values, "llama")
 
 
 @pytest.mark.parametrize(

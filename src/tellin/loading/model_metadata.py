@@ -207,12 +207,7 @@ class _TokenInventory:
     def read(cls, path: Path) -> _TokenInventory:
         if not path.is_file():
             return cls(0, {})
-        try:
-            file = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
-        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-            raise ModelLoadError(f"{path}: is not a usable tokenizer file: {error}") from None
-        except OSError as error:
-            raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
+        file = _read_tokenizer(path)
         vocab = file.model.vocab
         last = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
         added = {token.content: token.id for token in file.added_tokens}
@@ -220,6 +215,25 @@ class _TokenInventory:
 
     def find(self, text: str | None) -> list[int]:
         return [self.added[text]] if text is not None and text in self.added else []
+
+
+def _read_tokenizer(path: Path) -> _TokenizerFile:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ModelLoadError(f"{path}: is not a usable tokenizer file: {error}") from None
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def find_token(path: Path, text: str) -> int | None:
+    """Id of the token that is stored as ``text`` in a ``tokenizer.json``; None if there is none."""
+    file = _read_tokenizer(path)
+    vocab = file.model.vocab
+    if not isinstance(vocab, dict):
+        vocab = {token: number for number, (token, _) in enumerate(vocab)}
+    added = {token.content: token.id for token in file.added_tokens}
+    return added.get(text, vocab.get(text))
 
 
 def token_text(config: TypedMapping, key: str) -> str | None:

@@ -33,6 +33,7 @@ from tellin.loading.names import (
 )
 from tellin.loading.safetensors import RawTensor, open_safetensors
 from tellin.loading.tensors import ModelHParams, TensorRef
+from tellin.loading.token_head import head_of_folder, head_of_gguf
 from tellin.loading.typed_mapping import TypedMapping
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ def _open_gguf(path: Path) -> ModelSource:
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         hparams = hparams_from_gguf(metadata, tensors)
         canonical = canonical_from_gguf(path, hparams, tensors)
+        canonical |= head_of_gguf(metadata, canonical)
         return ModelSource(files[0].path, hparams, canonical, files, metadata)
     except BaseException:
         for file in files:
@@ -227,6 +229,7 @@ def _open_folder(folder: Path) -> ModelSource:
         if not tensors:
             raise ModelLoadError(f"{folder}: its safetensors files hold no tensors")
         canonical = canonical_from_hf(folder, hparams, tensors)
+        canonical |= head_of_folder(folder, config, canonical)
         return ModelSource(folder, hparams, canonical, files, None)
     except BaseException:
         for file in files:

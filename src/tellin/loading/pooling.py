@@ -18,7 +18,7 @@ from tellin.loading.json_file import read_optional_json_object
 from tellin.loading.typed_mapping import TypedMapping
 
 _GGUF_POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}
-_GGUF_RANKERS = {"bert": 2, "modern-bert": 1}
+_GGUF_RANKERS = {"bert": 2, "modern-bert": 1, "qwen3": 3, "qwen3vl": 3}
 """Architectures whose files score, and the pooling of those that do not say it."""
 _GGUF_RANK = 4
 """Source: GGUF specification, pooling types; 0 = none, 4 = rank (a cross-encoder's score)."""
@@ -62,6 +62,9 @@ _PROBLEM_TYPES = {
     "multi_label_classification": "sigmoid",
 }
 _MAX_LABELS = 1 << 20
+FROM_TOKEN = "classifier_from_token"
+YES_OR_NO = ("yes", "no")
+"""Labels of Qwen3-Reranker in GGUF: one score is made of them."""
 
 
 def pooler_from_folder(folder: Path, config: TypedMapping) -> PoolerConfig | None:
@@ -132,12 +135,13 @@ def pooler_from_gguf(values: TypedMapping, architecture: str) -> PoolerConfig | 
     if number == _GGUF_RANK and architecture in _GGUF_RANKERS:
         names = f"{architecture}.classifier.output_labels"
         labels = tuple(values.get_strings(names)) if values.has(names) else ()
+        labels = () if labels == YES_OR_NO else labels
         pooled = _GGUF_RANKERS[architecture]
         pooled = values.get_int(f"{architecture}.classifier.pooling_type", pooled)
-        if pooled not in (1, 2):
+        if pooled not in _GGUF_POOLING:
             raise UnsupportedModelError(
                 f"{values.path}: {architecture}.classifier.pooling_type is {pooled}; supported are "
-                "1 (mean) and 2 (cls)"
+                "1 (mean), 2 (cls) and 3 (last)"
             )
         return PoolerConfig(_GGUF_POOLING[pooled], num_labels=max(len(labels), 1), labels=labels)
     if number not in _GGUF_POOLING:
@@ -170,6 +174,9 @@ def _classifier(config: TypedMapping) -> PoolerConfig | None:
         )
     labels = _labels(config)
     num_labels = len(labels) or config.get_int("num_labels", 2)
+    if config.has(FROM_TOKEN):
+        labels = () if judges_yes_or_no(config) else tuple(config.get_strings(FROM_TOKEN))
+        num_labels = max(len(labels), 1)
     if not 1 <= num_labels <= _MAX_LABELS:
         raise ModelLoadError(f"{config.path}: num_labels is {num_labels}, allowed are 1 to 2^20")
     pooling_type = _CLASSIFIERS[family]
@@ -184,6 +191,23 @@ def _classifier(config: TypedMapping) -> PoolerConfig | None:
         labels=labels,
         score_activation=_score_activation(config),
     )
+
+
+def judges_yes_or_no(config: TypedMapping) -> bool:
+    """Whether a head is made of two tokens, of which the second says yes: Qwen3-Reranker's own.
+
+    Raises:
+        ModelLoadError: there are not two of them.
+    """
+    if not config.get_bool("is_original_qwen3_reranker", False):
+        return False
+    tokens = config.get_strings(FROM_TOKEN)
+    if len(tokens) != 2:
+        raise ModelLoadError(
+            f"{config.path}: {FROM_TOKEN!r} has {len(tokens)} tokens; is_original_qwen3_reranker "
+            'needs two, ["no", "yes"]'
+        )
+    return True
 
 
 def _labels(config: TypedMapping) -> tuple[str, ...]:
