@@ -240,7 +240,7 @@ def test_adapters_fit_mixed_and_tiled_rows(tmp_path: Path) -> None:
         for tensor, values in base.items():
             is_linear = ".layers." in tensor and values.ndim == 2
             if is_linear and not any(
-                part in tensor for part in (".experts.", "shared", "mlp.gate.")
+                part in tensor for part in (".experts.", "shared_expert_gate", "mlp.gate.")
             ):
                 a = random.standard_normal((3, values.shape[1])) / np.sqrt(values.shape[1])
                 b = random.standard_normal((values.shape[0], 3)) * 0.3
