@@ -183,6 +183,24 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
     },
+    "mamba2": {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 3,
+        "model_type": "mamba2",
+        "architectures": ["Mamba2ForCausalLM"],
+        "num_heads": 8,
+        "head_dim": 16,
+        "state_size": 24,
+        "n_groups": 2,
+        "conv_kernel": 4,
+        "expand": 2,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    },
     "granitehybrid_groups": {
         **_GRANITE,
         "model_type": "granitemoehybrid",
@@ -248,8 +266,8 @@ def layer_kinds(config: dict[str, Any]) -> list[str]:
     if "hybrid_override_pattern" in config:
         letters = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
         return [letters[letter] for letter in config["hybrid_override_pattern"]]
-    if config["model_type"] == "falcon_h1":
-        return ["hybrid"] * count
+    if config["model_type"] in ("falcon_h1", "mamba2"):
+        return ["hybrid" if config["model_type"] == "falcon_h1" else "mamba"] * count
     if config["model_type"] == "bamba":
         return ["attention" if i in config["attn_layer_indices"] else "mamba" for i in range(count)]
     return [kind.removeprefix("full_") for kind in config["layer_types"]]
@@ -260,6 +278,7 @@ def _shapes(config: dict[str, Any]) -> Shapes:
         "lfm2": ("model", "embed_tokens", "embedding_norm"),
         "lfm2_moe": ("model", "embed_tokens", "embedding_norm"),
         "granitemoehybrid": ("model", "embed_tokens", "norm"),
+        "mamba2": ("backbone", "embeddings", "norm_f"),
         "nemotron_h": ("backbone", "embeddings", "norm_f"),
     }.get(config["model_type"], ("model", "embed_tokens", "final_layernorm"))
     shapes: Shapes = {
@@ -362,6 +381,9 @@ def _mamba(config: dict[str, Any], name: str = "mamba") -> Shapes:
 
 def mamba_sizes(config: dict[str, Any]) -> tuple[int, int, int, int]:
     """Heads, width, groups and size of a state."""
+    if config["model_type"] == "mamba2":
+        heads = config["num_heads"]
+        return heads, 2 * HIDDEN, config["n_groups"], config["state_size"]
     if config["model_type"] == "nemotron_h":
         heads = config["mamba_num_heads"]
         inner = heads * config["mamba_head_dim"]
@@ -422,6 +444,7 @@ _LAYERS = {
     "lfm2": _lfm2_layer,
     "lfm2_moe": _lfm2_layer,
     "granitemoehybrid": _granite_layer,
+    "mamba2": _nemotron_layer,
     "nemotron_h": _nemotron_layer,
 }
 

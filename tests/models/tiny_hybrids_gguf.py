@@ -90,7 +90,7 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
     kv_heads = [KV_HEADS if kind in ("attention", "hybrid") else 0 for kind in kinds]
     values = {
         "block_count": len(kv_heads),
-        "context_length": config["max_position_embeddings"],
+        "context_length": config.get("max_position_embeddings", 1 << 20),
         "embedding_length": HIDDEN,
         "feed_forward_length": config.get("intermediate_size", 96),
         "attention.head_count": HEADS,
@@ -135,6 +135,9 @@ def _metadata(config: dict[str, Any]) -> dict[str, Any]:
             }
         values["feed_forward_length"] = np.array(widths, np.int32)
         values["attention.layer_norm_epsilon"] = values.pop("attention.layer_norm_rms_epsilon")
+    if config["model_type"] == "mamba2":
+        del values["attention.head_count_kv"]
+        return values | {"attention.head_count": 0, "feed_forward_length": 0}
     if config["model_type"] != "granitemoehybrid":
         return values | {"attention.key_length": HEAD_DIM, "attention.value_length": HEAD_DIM}
     values |= {

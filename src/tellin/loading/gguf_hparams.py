@@ -34,7 +34,7 @@ from tellin.loading.hparams import (
     global_layer_pattern,
     unsupported_architecture,
 )
-from tellin.loading.hybrid_hparams import HYBRIDS, with_recurrent_metadata
+from tellin.loading.hybrid_hparams import HYBRIDS, completed_metadata, with_recurrent_metadata
 from tellin.loading.latent import latents_from_gguf
 from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
@@ -86,6 +86,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
         raise unsupported_architecture(metadata.path, architecture)
     if architecture == "gemma4":
         return check_hparams(metadata.path, gemma4_from_gguf(metadata, tensors))
+    metadata = completed_metadata(metadata, architecture)
     reader = _Reader(metadata, architecture, tensors)
     if architecture in GGUF_ENCODERS:
         hparams = encoder_from_gguf(metadata, architecture, reader.vocab_size())

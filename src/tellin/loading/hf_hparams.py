@@ -229,8 +229,8 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
 """Keys of mixtures and the values whose meaning is what the plan does."""
 _WITHOUT_WINDOW = (
     "bamba", "deepseek2", "ernie4_5-moe", "falcon-h1", "gemma", "glm4", "glm4moe", "lfm2",
-    "lfm2moe", "llama", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe", "smollm3", *GATED_DELTA,
-    *GRANITE_FAMILY,
+    "lfm2moe", "llama", "mamba2", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe", "smollm3",
+    *GATED_DELTA, *GRANITE_FAMILY,
 )  # fmt: skip
 _SLIDING_PATTERNS = {"gemma-embedding": 6, "gemma2": 2, "gemma3": 6, "olmo3": 4}
 

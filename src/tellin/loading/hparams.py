@@ -34,6 +34,7 @@ SUPPORTED_ARCHITECTURES = (
     "lfm2",
     "lfm2moe",
     "llama",
+    "mamba2",
     "mistral",
     "mixtral",
     "modern-bert",

@@ -26,7 +26,7 @@ from tellin.loading.tensors import ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
 
 NEMOTRON = ("nemotron_h", "nemotron_h_moe")
-WITH_MAMBA = ("bamba", "falcon-h1", "granitehybrid", *NEMOTRON)
+WITH_MAMBA = ("bamba", "falcon-h1", "granitehybrid", "mamba2", *NEMOTRON)
 HYBRIDS = (*WITH_MAMBA, "lfm2", "lfm2moe")
 HYBRID_MODEL_TYPES = {
     "bamba": "bamba",
@@ -34,6 +34,7 @@ HYBRID_MODEL_TYPES = {
     "granitemoehybrid": "granitehybrid",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
+    "mamba2": "mamba2",
     "nemotron_h": "nemotron_h",
 }
 """``model_type`` to architecture."""
@@ -88,6 +89,15 @@ HYBRID_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
+    "mamba2": {
+        "layer_norm_epsilon": 1e-5,
+        "num_heads": 128,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "expand": 2,
+    },
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": {
         **_NEMOTRON,
@@ -130,6 +140,14 @@ _RENAMED = {
     "ssm_state_size": "mamba_d_state",
 }
 """Nemotron-H's keys, and what other families call them."""
+_RENAMED_MAMBA2 = {
+    "expand": "mamba_expand",
+    "head_dim": "mamba_d_head",
+    "num_heads": "mamba_n_heads",
+    "state_size": "mamba_d_state",
+}
+_ENDLESS = 1 << 20
+"""Context length of a model that has no positions at all; GGUF's converter writes the same."""
 
 
 def variant_with_experts(config: TypedMapping, architecture: str) -> str:
@@ -156,6 +174,8 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
         values["moe_intermediate_size"] = values.get("intermediate_size")
         values["intermediate_size"] = config.get_int("shared_intermediate_size")
         return TypedMapping(config.path, values)
+    if architecture == "mamba2":
+        return TypedMapping(config.path, _mamba2_values(config))
     if architecture in NEMOTRON:
         return TypedMapping(config.path, _nemotron_values(config))
     if architecture not in ("lfm2", "lfm2moe"):
@@ -169,11 +189,37 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
     return TypedMapping(config.path, values)
 
 
-def _nemotron_values(config: TypedMapping) -> dict[str, Any]:
+def _renamed(config: TypedMapping, names: dict[str, str]) -> dict[str, Any]:
     values = dict(config.items())
-    for key, name in _RENAMED.items():
+    for key, name in names.items():
         if values.get(key) is not None and values.get(name) is None:
             values[name] = values[key]
+    return values
+
+
+def _mamba2_values(config: TypedMapping) -> dict[str, Any]:
+    values = _renamed(config, _RENAMED | _RENAMED_MAMBA2)
+    # Sizes that mean nothing where there is no attention.
+    return values | {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": config.get_int("hidden_size"),
+        "intermediate_size": config.get_int("hidden_size"),
+        "max_position_embeddings": _ENDLESS,
+    }
+
+
+def completed_metadata(metadata: TypedMapping, architecture: str) -> TypedMapping:
+    """GGUF metadata with sizes of attention and MLP, which are 0 where there is only Mamba2."""
+    if architecture != "mamba2":
+        return metadata
+    width = metadata.get_int("mamba2.embedding_length")
+    sizes = {"mamba2.attention.head_count": 1, "mamba2.feed_forward_length": width}
+    return TypedMapping(metadata.path, {**dict(metadata.items()), **sizes})
+
+
+def _nemotron_values(config: TypedMapping) -> dict[str, Any]:
+    values = _renamed(config, _RENAMED)
     kinds = _nemotron_kinds(config)
     values["layer_types"] = kinds or None
     values["num_hidden_layers"] = len(kinds) or values.get("num_hidden_layers")
@@ -224,7 +270,7 @@ def _config_kinds(config: TypedMapping, hparams: ModelHParams) -> tuple[str, ...
     elif hparams.architecture == "bamba":
         chosen = set(config.get_numbers("attn_layer_indices").tolist())
         names = tuple("attention" if i in chosen else "mamba" for i in range(count))
-    elif hparams.architecture in ("granitehybrid", *NEMOTRON):
+    elif hparams.architecture in ("granitehybrid", "mamba2", *NEMOTRON):
         names = ("mamba",) * count
     elif config.has("full_attn_idxs"):
         chosen = set(config.get_numbers("full_attn_idxs").tolist())
@@ -266,6 +312,8 @@ def with_recurrent_metadata(metadata: TypedMapping, hparams: ModelHParams) -> Mo
 
 def _metadata_kinds(metadata: TypedMapping, hparams: ModelHParams) -> tuple[str, ...]:
     recurrent = _kinds_of(hparams.architecture)[1]
+    if hparams.architecture == "mamba2":
+        return (recurrent,) * hparams.num_hidden_layers
     heads = _per_layer(metadata, hparams, "attention.head_count_kv")
     kinds = ["full_attention" if number else recurrent for number in heads]
     if hparams.architecture in NEMOTRON:

@@ -82,6 +82,7 @@ _HF_NAMES = {
     "granitehybrid": _HF_GRANITE,
     "lfm2": _HF_LFM2,
     "lfm2moe": _HF_LFM2,
+    "mamba2": _HF_NEMOTRON,
     "nemotron_h": _HF_NEMOTRON,
     "nemotron_h_moe": _HF_NEMOTRON,
 }

@@ -32,6 +32,7 @@ _MUST_BE: dict[str, tuple[tuple[str, object], ...]] = {
         ("mlp_bias", False),
     ),
     "granitehybrid": (("mamba_proj_bias", False),),
+    "mamba2": (("use_bias", False), ("hidden_act", "silu"), ("rms_norm", True)),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,
 }

@@ -36,6 +36,7 @@ _ARCHITECTURES = {
     "lfm2": "lfm2",
     "lfm2moe": "lfm2",
     "llama": "llama",
+    "mamba2": "nemotron_h",
     "mistral": "llama",
     "mixtral": "mixtral",
     "modern-bert": "modern_bert",

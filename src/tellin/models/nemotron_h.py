@@ -1,5 +1,7 @@
 """Nemotron-H and Nemotron 3: each layer is Mamba2, attention without positions, an MLP or experts.
 
+Mamba2 models are those of Mamba2 alone.
+
 Source: NVIDIA 2025 (Nemotron-H), section 2.1: the MLP's activation is the square of ReLU; NVIDIA
 2025 (Nemotron 3), section 2: experts beside a shared one, larger models' behind a narrow matrix.
 """
