@@ -25,6 +25,8 @@ MAX_MODEL_LEN = 192
 MODELS: dict[str, Callable[[Path], Path]] = {
     "lfm2": lambda folder: write_tiny_hybrid(folder, "lfm2"),
     "granitehybrid": lambda folder: write_tiny_hybrid(folder, "granitehybrid"),
+    "falcon-h1": lambda folder: write_tiny_hybrid(folder, "falcon-h1"),
+    "mamba2": lambda folder: write_tiny_hybrid(folder, "mamba2"),
     "qwen35moe": lambda folder: write_checkpoint(
         folder, "qwen35moe", composite=True, with_tokenizer=True
     ),
