@@ -106,10 +106,13 @@ def write_folder(folder: Path, name: str, **keys: Any) -> Path:
     return folder
 
 
-def write_composite(folder: Path, name: str) -> Path:
+def write_composite(folder: Path, name: str, model_type: str = "gemma4") -> Path:
     """The same inside of a model with images and sound, and keys where caches are shared."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"model_type": "gemma4", "text_config": CASES[name], "vision_config": {}}
+    text = {**CASES[name], "model_type": f"{model_type}_text"}
+    if model_type == "gemma4_unified":  # it does not know these
+        text = {key: value for key, value in text.items() if "per_layer_input" not in key}
+    config = {"model_type": model_type, "text_config": text, "vision_config": {}}
     (folder / "config.json").write_text(json.dumps(config))
     weights = {
         key.replace("model.", "model.language_model.", 1): value

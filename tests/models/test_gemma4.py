@@ -39,8 +39,10 @@ def test_logits_equal_those_of_an_outside_implementation(
 ) -> None:
     """From checkpoints and GGUF files, alone and inside of a model with images and sound."""
     assert golden[name].std() > 1
+    unified = [gemma4.write_composite(tmp_path / "12b", name, "gemma4_unified")]
     paths = (
         write_folder(tmp_path / "text", name),
+        *(unified if name == "large" else ()),
         gemma4.write_composite(tmp_path / "whole", name),
         write_gguf_file(tmp_path / "tiny.gguf", name),
     )

@@ -28,8 +28,11 @@ _LAYER_KEYS = ("head_dim", "num_key_value_heads")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
-def gemma4_from_config(config: TypedMapping) -> ModelHParams:
+def gemma4_from_config(config: TypedMapping, is_unified: bool = False) -> ModelHParams:
     """Hyperparameters of the text model that a ``config.json`` describes.
+
+    ``is_unified``: of the model that takes images and sound without encoders (12B), which leaves
+    out other values.
 
     Raises:
         UnsupportedModelError: a variant that does not run here.
@@ -64,7 +67,9 @@ def gemma4_from_config(config: TypedMapping) -> ModelHParams:
         num_key_value_heads=config.get_int("num_key_value_heads", 4),
         head_dim=config.get_int("head_dim", 256),
         vocab_size=config.get_int("vocab_size", 262_144),
-        max_position_embeddings=config.get_int("max_position_embeddings", 131_072),
+        max_position_embeddings=config.get_int(
+            "max_position_embeddings", 262_144 if is_unified else 131_072
+        ),
         norm_eps=config.get_float("rms_norm_eps", 1e-6),
         hidden_act="gelu_tanh",
         rope_theta=theta,
@@ -74,14 +79,16 @@ def gemma4_from_config(config: TypedMapping) -> ModelHParams:
         attention_bias=config.get_bool("attention_bias", False),
         attention_scale=1.0,
         embedding_scale=embedding_scale(ARCHITECTURE, hidden_size),
-        sliding_window=config.get_int("sliding_window", 512),
+        sliding_window=config.get_int("sliding_window", 1024 if is_unified else 512),
         final_logit_softcapping=config.get_float("final_logit_softcapping", 0.0) or None,
         num_experts=config.get_int("num_experts") if has_experts else 0,
         num_experts_per_tok=config.get_int("top_k_experts") if has_experts else 0,
         moe_intermediate_size=config.get_int("moe_intermediate_size") if has_experts else 0,
         norm_topk_prob=True,
         attention_layers=layers,
-        per_layer_input_size=config.get_int("hidden_size_per_layer_input", 256),
+        per_layer_input_size=config.get_int(
+            "hidden_size_per_layer_input", 0 if is_unified else 256
+        ),
     )
 
 

@@ -61,6 +61,8 @@ _ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
+    "gemma4_unified": "gemma4",
+    "gemma4_unified_text": "gemma4",
     "ernie4_5_moe": "ernie4_5-moe",
     "glm4": "glm4",
     "glm4_moe": "glm4moe",
@@ -253,10 +255,11 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     architecture = _ARCHITECTURES.get(model_type)
     if architecture is None:
         raise unsupported_architecture(config.path, model_type)
-    if model_type in ("gemma3", "gemma4") and config.has("text_config"):
+    if architecture in ("gemma3", "gemma4") and config.has("text_config"):
         config = config.get_mapping("text_config")
     if architecture == "gemma4":
-        return check_hparams(config.path, gemma4_from_config(config))
+        is_unified = model_type.startswith("gemma4_unified")
+        return check_hparams(config.path, gemma4_from_config(config, is_unified))
     architecture = variant_with_experts(config, architecture)
     if architecture == "gemma3" and config.get_bool("use_bidirectional_attention", False):
         architecture = "gemma-embedding"
