@@ -175,6 +175,36 @@ def test_the_schema_tells_texts_from_other_values(schema: object, text: str, val
     assert join([parser.feed(call)]).calls == [("f", f'{{"x": {value}}}')]
 
 
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("\nRome\n", "Rome"),
+        ("Rome", "Rome"),
+        ("\n", ""),
+        ("", ""),
+        ("\n\n", ""),
+        ("\n\n\n", "\n"),
+        ("\n\n a\n\n", "\n a\n"),
+        ('\nif a < b:\n    say("hi")\n\n</p\n', 'if a < b:\n    say("hi")\n\n</p'),
+        ("\na</parameter>b\n", "a</parameter>b"),
+        ("a\n", "a\n"),
+    ],
+)
+def test_texts_come_while_they_are_written(written: str, value: str) -> None:
+    """The same with and without a schema; with it a long text is not held back."""
+    call = f"<tool_call>\n<function=f>\n<parameter=x>{written}</parameter>\n</function>"
+    for schemas in ({}, {"f": {"properties": {"x": {"type": "string"}}}}):
+        parser = TOOL_PARSERS["qwen3_coder"](["f"])
+        parser.schemas = schemas
+        message = join([*map(parser.feed, call), parser.finish()])
+        assert [(name, json.loads(text)) for name, text in message.calls] == [("f", {"x": value})]
+    parser = TOOL_PARSERS["qwen3_coder"](["f"])
+    parser.schemas = schemas
+    assert join([parser.feed("<function=f><parameter=x>\nOnce\nupon")]).calls == [
+        ("f", '{"x": "Once\\nupon')
+    ]
+
+
 @pytest.mark.parametrize(("name", "text", "content", "calls"), CASES)
 def test_p41_every_split_in_two_and_single_characters(
     name: str, text: str, content: str, calls: object

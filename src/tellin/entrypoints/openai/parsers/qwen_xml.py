@@ -2,7 +2,7 @@
 
 ``<tool_call><function=f><parameter=city>Rome</parameter></function></tool_call>``, with line breaks
 between all of them. Texts have no quotes, so that only the tool's schema tells ``1`` from ``"1"``.
-A parameter is handed out when its closing tag has come.
+What can only be a text is handed out while it comes, other parameters at their closing tag.
 """
 
 from __future__ import annotations
@@ -73,11 +73,21 @@ class QwenXmlParser(ToolParser):
             self._leave_call()
 
     def _in_key(self, char: str) -> None:
-        if char == ">":
-            self._key, self._raw = self._tag.strip(), ""
-            self._state = self._in_value
-        else:
+        if char != ">":
             self._tag += char
+            return
+        name, self._tag, self._raw = self._tag.strip(), "", ""
+        self._kinds = _kinds_of(self.schemas.get(self._function, True), name)
+        opening = ", " if self._num_arguments else "{"
+        self._opening = f"{opening}{json.dumps(name, ensure_ascii=False)}: "
+        self._num_arguments += 1
+        if self._kinds != TEXT_ONLY:
+            self._state = self._in_value
+            return
+        self._add_arguments(f'{self._opening}"')
+        self._closing = _END_PARAMETER
+        self._is_first = self._is_leading = True
+        self._state = self._in_text
 
     def _in_value(self, char: str) -> None:
         self._raw += char
@@ -91,13 +101,26 @@ class QwenXmlParser(ToolParser):
                 value = value[1:-1]
             else:
                 return
-        schema = self.schemas.get(self._function, True)
-        key = json.dumps(self._key, ensure_ascii=False)
-        opening = ", " if self._num_arguments else "{"
-        self._add_arguments(f"{opening}{key}: {_as_json(value, _kinds_of(schema, self._key))}")
-        self._num_arguments += 1
-        self._tag = ""
+        self._add_arguments(f"{self._opening}{_as_json(value, self._kinds)}")
         self._state = self._between
+
+    def _in_text(self, char: str) -> None:
+        """In a value that is a text: what may be its closing tag is held back."""
+        if self._is_first and char == "\n":  # it stands on lines of its own
+            self._closing = f"\n{_END_PARAMETER}"
+        self._raw += char
+        if self._raw == self._closing:
+            self._raw = ""
+            self._add_arguments('"')
+            self._state = self._between
+            return
+        text = ""
+        while not self._closing.startswith(self._raw):
+            text, self._raw = text + self._raw[0], self._raw[1:]
+        if text and self._closing[0] == "\n" and self._is_leading:
+            text, self._is_leading = text[1:], False
+        self._is_first = False
+        self._add_arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _close_call(self) -> None:
         self._add_arguments("}" if self._num_arguments else "{}")
