@@ -348,6 +348,32 @@ def test_chat_parts_channels(
     assert maker.client.requests[0].sampling_params.skip_special_tokens is False
 
 
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+def test_chat_parts_thoughts(
+    opening: str,
+    make_engine: EngineMaker,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whether the prompt opens them (Qwen3.5) or the model does (Qwen3)."""
+    said = f"{'' if opening else '<think>'}hm</think>\n\nyes"
+
+    def script(request: EngineCoreRequest) -> list[list[int]]:
+        return [text_ids(char) for char in said]
+
+    template = TEMPLATE + "{# <think> #}" + opening.replace("\n", "{{ '\\n' }}")
+    maker = make_engine
+    monkeypatch.setattr(
+        chat, "open_llm", lambda args: LLM.from_engine(maker(script, chat_template=template))
+    )
+    assert converse(monkeypatch, ["x", "y"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "yes\nyes\n"
+    assert captured.err.count("hm") == 2
+    assert "think" not in captured.out + captured.err
+    assert maker.client.requests[1].prompt_token_ids == text_ids(f"u:x;a:yes;u:y;{opening}")
+
+
 def test_chat_needs_a_template(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

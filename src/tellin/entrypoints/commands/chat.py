@@ -1,7 +1,7 @@
 """``tellin chat``: a conversation in the terminal, or with piped standard input.
 
-Ctrl-C stops the answer, not the program; what was answered so far stays in the conversation. Where
-a model writes its thoughts on a channel of their own (gpt-oss), they go to standard error.
+Ctrl-C stops the answer, not the program; what was answered so far stays in the conversation. The
+thoughts of a model that marks them go to standard error, and do not stay.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from tellin.entrypoints.commands.common import (
 )
 from tellin.entrypoints.openai.parsers.events import ParsedDelta
 from tellin.entrypoints.openai.parsers.harmony import HarmonyParser
-from tellin.entrypoints.openai.parsers.registry import template_is_harmony
+from tellin.entrypoints.openai.parsers.message import AnswerParser, MessageParser
+from tellin.entrypoints.openai.parsers.reasoning import GEMMA_MARKS, ThinkParser
+from tellin.entrypoints.openai.parsers.registry import template_is_harmony, thought_marks
 from tellin.exceptions import ContextLengthError, InvalidParameterError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -93,8 +95,10 @@ class Conversation:
         self._params = params
         self._start = [] if system is None else [{"role": "system", "content": system}]
         self._show_stats = show_stats
-        self._has_channels = template_is_harmony(llm.model_config.chat_template or "")
-        if self._has_channels:
+        template = llm.model_config.chat_template or ""
+        self._has_channels = template_is_harmony(template)
+        self._marks = thought_marks(template)
+        if self._has_channels or self._marks == GEMMA_MARKS:  # which are special tokens
             self._params = params.clone()
             self._params.skip_special_tokens = False
         self.messages: list[dict[str, Any]] = list(self._start)
@@ -126,7 +130,7 @@ class Conversation:
     def answer(self) -> None:
         """Print the model's next message as it is written, and keep it."""
         pieces: list[str] = []
-        parser = HarmonyParser() if self._has_channels else None
+        parser: AnswerParser = MessageParser(None, None)
         num_tokens = 0
         start = first = time.monotonic()
         stream = self._llm.stream(self.messages, self._params)
@@ -135,13 +139,12 @@ class Conversation:
                 for output in stream:
                     if not num_tokens:
                         first = time.monotonic()
+                        parser = self._make_parser(output.prompt or "")
                     num_tokens += len(output.outputs[0].token_ids)
-                    text = output.text
-                    pieces.append(_show(ParsedDelta(text) if parser is None else parser.feed(text)))
+                    pieces.append(_show(parser.feed(output.text)))
         except KeyboardInterrupt:
             print(" [stopped]", end="", file=sys.stderr, flush=True)
-        if parser is not None:
-            pieces.append(_show(parser.finish()))
+        pieces.append(_show(parser.finish()))
         print(flush=True)
         self.messages.append({"role": "assistant", "content": "".join(pieces)})
         if self._show_stats and num_tokens > 1:
@@ -152,11 +155,23 @@ class Conversation:
                 file=sys.stderr,
             )
 
+    def _make_parser(self, prompt: str) -> AnswerParser:
+        """Parts the thoughts of an answer to ``prompt`` from what it says."""
+        if self._has_channels:
+            return HarmonyParser()
+        if self._marks is None:
+            return MessageParser(None, None)
+        opening, closing = self._marks
+        starts_inside = prompt.rstrip().endswith(opening)
+        return MessageParser(ThinkParser(starts_inside, opening=opening, closing=closing), None)
+
 
 def _show(delta: ParsedDelta) -> str:
     """Print a piece of an answer; returns what of it is content."""
     if delta.reasoning:
         print(delta.reasoning, end="", file=sys.stderr, flush=True)
+        if delta.content:
+            print(file=sys.stderr, flush=True)
     if delta.content:
         print(delta.content, end="", flush=True)
     return delta.content
