@@ -16,13 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tellin.exceptions import EngineError, InvalidParameterError
+from tellin.kernels import reference_formulas as formulas
 from tellin.kernels import reference_recurrent as recurrent
 from tellin.kernels.batch import StepBatch
 from tellin.loading.dequantize import dequantize
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
 
-Floats = npt.NDArray[np.float32]
+Floats = formulas.Floats
 
 
 class ReferenceBackend:
@@ -250,14 +251,14 @@ class ReferenceBackend:
         x = self._get(op.x)
         gate = self._project(x, op.gate, op.gate_bias)
         up = self._project(x, op.up, op.up_bias)
-        self._set(op.out, _gated(op.act, gate, up))
+        self._set(op.out, formulas.gated(op.act, gate, up))
 
     def _experts(self, op: ir.Experts) -> None:
         x, logits = self._get(op.x), self._get(op.router)
         out = np.zeros((len(x), op.out.width), dtype=np.float32)
         for row in range(len(x)):
             bias = None if op.selection_bias is None else self._weights[op.selection_bias]
-            chosen, shares = _route(logits[row], op, bias)
+            chosen, shares = formulas.route(logits[row], op, bias)
             if op.scales is not None:
                 shares = shares * self._weights[op.scales][chosen]
             for expert, share in zip(chosen.tolist(), shares, strict=True):
@@ -266,7 +267,7 @@ class ReferenceBackend:
                 if op.gate_bias:
                     gate += self._weights[op.gate_bias[expert]]
                     up += self._weights[op.up_bias[expert]]
-                down = self._weights[op.down[expert]] @ _gated(op.act, gate, up)
+                down = self._weights[op.down[expert]] @ formulas.gated(op.act, gate, up)
                 if op.down_bias:
                     down += self._weights[op.down_bias[expert]]
                 out[row] += share * down
@@ -330,7 +331,7 @@ class ReferenceBackend:
             if k is None or v is None or op.causal:
                 keys, values = self._read_cache(op.layer, r)
             else:
-                keys, values = _by_head(k[start:stop]), _by_head(v[start:stop])
+                keys, values = formulas.by_head(k[start:stop]), formulas.by_head(v[start:stop])
             for row in np.flatnonzero((tokens >= start) & (tokens < stop)).tolist():
                 t = int(tokens[row])
                 end = int(batch.positions[t]) + 1 if op.causal else stop - start
@@ -341,7 +342,7 @@ class ReferenceBackend:
                     begin = max(0, t - start - window + 1)
                     end = min(end, t - start + window)
                 for head in range(op.num_kv_heads):
-                    out[row, head] = _attend(
+                    out[row, head] = formulas.attend(
                         q[row, head],
                         keys[head, begin:end],
                         values[head, begin:end],
@@ -374,13 +375,13 @@ class ReferenceBackend:
         keys, values = (
             cache[blocks].reshape(-1, *cache.shape[2:])[:seq_len] for cache in self._cache()[layer]
         )
-        return _by_head(keys), _by_head(values)
+        return formulas.by_head(keys), formulas.by_head(values)
 
     def _short_conv(self, op: ir.ShortConv) -> None:
         x = self._get(op.x)
         weight = self._weights[op.weight].reshape(op.x.width, op.kernel)
         bias = None if op.bias is None else self._weights[op.bias]
-        act = None if op.act is None else _ACTIVATIONS[op.act]
+        act = None if op.act is None else formulas.ACTIVATIONS[op.act]
         out = np.empty_like(x)
 
         def run(rows: slice, state: Floats) -> None:
@@ -417,10 +418,10 @@ class ReferenceBackend:
 
     def _act_mul(self, op: ir.ActMul) -> None:
         up = self._get(op.up)[:, op.up_start : op.up_start + op.gate.width]
-        self._set(op.out, _gated(op.act, self._get(op.gate), up))
+        self._set(op.out, formulas.gated(op.act, self._get(op.gate), up))
 
     def _activation(self, op: ir.Activation) -> None:
-        self._set(op.out, _ACTIVATIONS[op.act](self._get(op.x)))
+        self._set(op.out, formulas.ACTIVATIONS[op.act](self._get(op.x)))
 
     def _add(self, op: ir.Add) -> None:
         self._set(op.out, self._get(op.x) + self._get(op.y))
@@ -446,122 +447,8 @@ class ReferenceBackend:
         self._set(op.x, self._get(op.x) * self._weights[op.weight])
 
     def _softcap(self, op: ir.Softcap) -> None:
-        self._set(op.x, _softcap(self._get(op.x), op.cap))
+        self._set(op.x, formulas.softcap(self._get(op.x), op.cap))
 
-
-# ---- formulas --------------------------------------------------------------------------------
-
-
-def _route(
-    logits: Floats, op: ir.Experts, bias: Floats | None
-) -> tuple[npt.NDArray[np.intp], Floats]:
-    """Experts of one row, ascending, and their shares; NaN where the scores have no value."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        if op.scoring == "sigmoid":
-            scores = np.float32(1) / (1 + np.exp(-logits))
-            scores = np.full_like(scores, np.nan) if np.isnan(logits).any() else scores
-        else:
-            exps = np.exp(logits - logits.max())
-            scores = exps / exps.sum()
-    # What experts are chosen by.
-    keys = scores + bias if bias is not None else scores if op.scoring == "sigmoid" else logits
-    if op.top_groups < op.groups:
-        parts = np.sort(keys.reshape(op.groups, -1), axis=1)
-        best = parts[:, -2:].sum(axis=1) if op.scoring == "sigmoid" else parts[:, -1]
-        hidden = np.argsort(np.negative(best), kind="stable")[op.top_groups :]
-        keys = keys.copy()
-        keys.reshape(op.groups, -1)[hidden] = -np.inf
-    # A stable sort leaves equal ones in the order of their ids.
-    chosen = np.sort(np.argsort(-keys, kind="stable")[: op.top_k])
-    shares = scores[chosen]
-    if op.normalize:
-        shares = shares / np.maximum(shares.sum(), np.float32(1e-20))
-    return chosen, (shares * op.scale).astype(np.float32)
-
-
-def _attend(
-    q: Floats, keys: Floats, values: Floats, op: ir.Attention, sinks: Floats | None
-) -> Floats:
-    """Attention of one token's query heads that share a kv head.
-
-    q ``[group, head_dim]``, keys and values ``[num_keys, head_dim]``, sinks ``[group]`` ->
-    ``[group, head_dim]``.
-    """
-    scores = (q @ keys.T) * np.float32(op.scale)
-    if op.softcap is not None:
-        scores = _softcap(scores, op.softcap)
-    top = scores.max(axis=-1, keepdims=True)
-    weights = np.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)
-    if sinks is not None:
-        total += np.exp(sinks[:, None] - top)
-    weights /= total
-    return np.asarray(weights @ values)
-
-
-def _by_head(x: Floats) -> Floats:
-    """``[n, heads, head_dim]`` to a contiguous ``[heads, n, head_dim]``."""
-    return np.ascontiguousarray(x.swapaxes(0, 1))
-
-
-def _softcap(x: Floats, cap: float) -> Floats:
-    return np.asarray(np.float32(cap) * np.tanh(x / np.float32(cap)))
-
-
-def _silu(x: Floats) -> Floats:
-    return np.asarray(x / (1 + np.exp(-x)))
-
-
-_erf = np.frompyfunc(math.erf, 1, 1)
-
-
-def _gelu(x: Floats) -> Floats:
-    """``x * Phi(x)``. Source: Hendrycks & Gimpel 2016, eq. 1."""
-    erf = np.asarray(_erf(x.astype(np.float64) / math.sqrt(2)), dtype=np.float64)
-    return (x * (0.5 * (1 + erf))).astype(np.float32)
-
-
-def _gelu_tanh(x: Floats) -> Floats:
-    """Tanh approximation of GELU. Source: Hendrycks & Gimpel 2016, section 2."""
-    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
-    return np.asarray(np.float32(0.5) * x * (1 + np.tanh(inner)))
-
-
-def _quick_gelu(x: Floats) -> Floats:
-    """Sigmoid approximation of GELU. Source: Hendrycks & Gimpel 2016, section 2."""
-    return np.asarray(x / (1 + np.exp(np.float32(-1.702) * x)))
-
-
-def _relu(x: Floats) -> Floats:
-    return np.maximum(x, np.float32(0))
-
-
-def _sigmoid(x: Floats) -> Floats:
-    return np.asarray(np.float32(1) / (1 + np.exp(-x)))
-
-
-def _identity(x: Floats) -> Floats:
-    return x
-
-
-def _gated(act: str, gate: Floats, up: Floats) -> Floats:
-    """``act(gate) * up``, see `ir.ActMul`."""
-    if act != "swiglu_oai":
-        return np.asarray(_ACTIVATIONS[act](gate) * up)
-    limit = np.float32(7)
-    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-    return np.asarray(gate / (1 + np.exp(np.float32(-1.702) * gate)) * (up + 1))
-
-
-_ACTIVATIONS: dict[str, Callable[[Floats], Floats]] = {
-    "silu": _silu,
-    "gelu": _gelu,
-    "gelu_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
-    "relu": _relu,
-    "sigmoid": _sigmoid,
-    "identity": _identity,
-}
 
 _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Embed: ReferenceBackend._embed,
