@@ -91,7 +91,7 @@ _NEMOTRON: dict[str, Any] = {
     "ssm_state_size": 24,
     "conv_kernel": 4,
     "use_conv_bias": True,
-    "time_step_min": 0.001,
+    "time_step_min": 0.0,
     "tie_word_embeddings": False,
 }
 HYBRIDS: dict[str, dict[str, Any]] = {

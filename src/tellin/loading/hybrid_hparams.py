@@ -50,7 +50,6 @@ _NEMOTRON = {
     "layer_norm_epsilon": 1e-5,
     "max_position_embeddings": 4096,
     "num_key_value_heads": 8,
-    "head_dim": 128,
     "mamba_num_heads": 128,
     "mamba_head_dim": 64,
     "n_groups": 8,
@@ -180,6 +179,12 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
         return TypedMapping(config.path, _nemotron_values(config))
     if architecture not in ("lfm2", "lfm2moe"):
         return config
+    classes = config.get("architectures") or ()
+    if any("Bidirectional" in str(name) for name in classes):
+        raise UnsupportedModelError(
+            f"{config.path}: {architecture!r} with attention in both directions "
+            f"({', '.join(map(str, classes))}) is not supported"
+        )
     values["rms_norm_eps"] = config.get_float("norm_eps")
     values["tie_word_embeddings"] = config.get_bool(
         "tie_embedding", config.get_bool("tie_word_embeddings")
@@ -219,12 +224,12 @@ def completed_metadata(metadata: TypedMapping, architecture: str) -> TypedMappin
 
 
 def _nemotron_values(config: TypedMapping) -> dict[str, Any]:
+    """``time_step_min`` and its like say how biases began; what limits is ``time_step_limit``."""
     values = _renamed(config, _RENAMED)
     kinds = _nemotron_kinds(config)
     values["layer_types"] = kinds or None
     values["num_hidden_layers"] = len(kinds) or values.get("num_hidden_layers")
-    # Time steps have a lower limit and no upper one.
-    values["time_step_limit"] = [config.get_float("time_step_min", 0.001), float("inf")]
+    values.setdefault("head_dim", 128)
     return values
 
 
