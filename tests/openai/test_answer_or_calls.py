@@ -110,6 +110,10 @@ CALLS = [
     ),
     ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}[TOOL_CALLS]now{}'),
     ("pythonic", '[get_weather(city="Rome"), now()]'),
+    (
+        "nemotron_json",
+        '<TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Rome"}}]</TOOLCALL>',
+    ),
     ("lfm2", '<|tool_call_start|>[get_weather(city="Rome")]<|tool_call_end|>'),
     ("pythonic", '<|python_start|>[get_weather(city="Rome")]<|python_end|>'),
     (

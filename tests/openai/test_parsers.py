@@ -91,6 +91,13 @@ CASES = [
     ("pythonic", r"[f(a='\ud83d')]", r"[f(a='\ud83d')]", []),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
     (
+        "nemotron_json",
+        f"Well <TOOLCALL>[{call_text('f', ARGS)}, {call_text('now', '{}')}]</TOOLCALL>",
+        "Well",
+        [("f", ARGS), ("now", "{}")],
+    ),
+    ("nemotron_json", "<TOOLCALL>no", "<TOOLCALL>no", []),
+    (
         "lfm2",
         '<|tool_call_start|>[f(a="x"), now()]<|tool_call_end|>Just a moment.',
         "Just a moment.",

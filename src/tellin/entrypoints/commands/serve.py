@@ -129,7 +129,8 @@ def _add_chat_arguments(group: argparse._ArgumentGroup) -> None:
         "--tool-call-parser",
         default="auto",
         metavar="NAME",
-        help="hermes, llama3_json, mistral, pythonic, lfm2 or gemma (default: by the template)",
+        help="hermes, llama3_json, mistral, nemotron_json, pythonic, lfm2, gemma or qwen3_coder "
+        "(default: by the template)",
     )
     group.add_argument(
         "--reasoning-parser",

@@ -19,6 +19,7 @@ from tellin.entrypoints.openai.parsers.json_calls import (
     HermesParser,
     Llama3JsonParser,
     MistralParser,
+    NemotronParser,
 )
 from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
 from tellin.entrypoints.openai.parsers.qwen_xml import TEXT_ONLY, QwenXmlParser, kinds_of
@@ -169,13 +170,28 @@ def _llama3(tools: Sequence[CallableTool], is_single: bool, definitions: Definit
 
 def _mistral(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
     """The older way, an array; and the newer one, the name before its arguments."""
-    calls, named = [], []
-    for tool in tools:
-        arguments = _shared(definitions, _schema(tool.parameters))
-        calls.append(_tag(f'{{"name": "{tool.name}", "arguments": ', arguments, "}"))
-        named += [_tag(f"[TOOL_CALLS]{tool.name}{end}", arguments) for end in ("[ARGS]", "")]
-    array = _sequence(_text("[TOOL_CALLS]["), _list(calls, ", ", is_single=is_single), _text("]"))
+    arguments = [_shared(definitions, _schema(tool.parameters)) for tool in tools]
+    array = _tag("[TOOL_CALLS]", _array(tools, arguments, is_single))
+    named = [
+        _tag(f"[TOOL_CALLS]{tool.name}{end}", schema)
+        for tool, schema in zip(tools, arguments, strict=True)
+        for end in ("[ARGS]", "")
+    ]
     return one_of(array, _list(named, "", is_single=is_single))
+
+
+def _nemotron(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
+    arguments = [_shared(definitions, _schema(tool.parameters)) for tool in tools]
+    return _tag("<TOOLCALL>", _array(tools, arguments, is_single), "</TOOLCALL>")
+
+
+def _array(tools: Sequence[CallableTool], arguments: Sequence[Format], is_single: bool) -> Format:
+    """Calls as objects; ``arguments`` are the tools' own."""
+    calls = [
+        _tag(f'{{"name": "{tool.name}", "arguments": ', schema, "}")
+        for tool, schema in zip(tools, arguments, strict=True)
+    ]
+    return _sequence(_text("["), _list(calls, ", ", is_single=is_single), _text("]"))
 
 
 # ---------------------------------------------------------------------- Python
@@ -436,6 +452,7 @@ _WRITERS: dict[type[ToolParser], Writer] = {
     HermesParser: _hermes,
     Llama3JsonParser: _llama3,
     MistralParser: _mistral,
+    NemotronParser: _nemotron,
     Lfm2Parser: _between(Lfm2Parser),
     PythonicParser: _between(PythonicParser),
     GemmaParser: _gemma,

@@ -1,4 +1,4 @@
-"""Tool calls written as JSON: Hermes and Qwen, Llama 3, Mistral, and a bare array."""
+"""Tool calls written as JSON: Hermes and Qwen, Llama 3, Mistral, Nemotron, and a bare array."""
 
 from __future__ import annotations
 
@@ -196,9 +196,12 @@ class MistralParser(JsonCallParser):
         if char == "{":
             self._begin_object()
         elif char == "]":
-            self._back_to_content()
+            self._end_array()
         elif not char.isspace() and char != ",":
             self._back_to_content(self._before)
+
+    def _end_array(self) -> None:
+        self._back_to_content()
 
     def _after_object(self) -> None:
         self._before = ""
@@ -225,6 +228,37 @@ class MistralParser(JsonCallParser):
         super()._end()
         if self._state in (self._after_marker, self._in_name):
             self._emit_content(self._before)
+
+
+class NemotronParser(MistralParser):
+    """``<TOOLCALL>[{"name": ..., "arguments": ...}, ...]</TOOLCALL>``."""
+
+    markers = ("<TOOLCALL>",)
+    closing = "</TOOLCALL>"
+    id_length = ToolParser.id_length
+
+    def _after_marker(self, char: str) -> None:
+        self._before += char
+        if char == "[":
+            self._state = self._in_array
+        elif not char.isspace():
+            self._back_to_content(self._before)
+
+    def _end_array(self) -> None:
+        self._tail = ""
+        self._state = self._before_closing
+
+    def _before_closing(self, char: str) -> None:
+        if not self._tail and char.isspace():
+            return
+        self._tail += char
+        if self._tail == self.closing:
+            self._back_to_content()
+        elif not self.closing.startswith(self._tail):
+            tail = self._tail
+            self._back_to_content()
+            for again in tail:
+                self._state(again)
 
 
 class NamedCallParser(ToolParser):

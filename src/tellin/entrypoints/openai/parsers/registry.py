@@ -8,6 +8,7 @@ from tellin.entrypoints.openai.parsers.json_calls import (
     HermesParser,
     Llama3JsonParser,
     MistralParser,
+    NemotronParser,
 )
 from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
 from tellin.entrypoints.openai.parsers.qwen_xml import QwenXmlParser
@@ -20,6 +21,7 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "pythonic": PythonicParser,
     "gemma": GemmaParser,
     "lfm2": Lfm2Parser,
+    "nemotron_json": NemotronParser,
     "qwen3_coder": QwenXmlParser,
     "qwen3_xml": QwenXmlParser,
 }
@@ -28,6 +30,7 @@ _SIGNS = (
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
+    ("<TOOLCALL>", "nemotron_json"),
     ("<start_function_call>", "gemma"),
     ("<|tool_call>", "gemma"),
     ("<|tool_call_start|>", "lfm2"),
