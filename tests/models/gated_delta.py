@@ -212,6 +212,7 @@ _LAYER = {
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_qkvz": "ssm_in",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_ba": "ssm_ba",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -233,15 +234,19 @@ _LAYER = {
 def write_tiny_gguf(
     path: Path, name: str, quant_type: gguf.GGMLQuantizationType | None = None
 ) -> Path:
-    """Case ``name`` as a GGUF file; its matrices quantised, if a type is given."""
+    """Case ``name`` as a GGUF file; its matrices quantised, if a type is given.
+
+    ``qwen3next_some_dense`` has its in-projections mixed, as the first files did.
+    """
     architecture = name.removesuffix("_some_dense")
+    has_old_names = architecture != name
     arrays = checkpoint_arrays(name)
     named: dict[str, np.ndarray | RawTensor] = {_GLOBAL[n]: arrays.pop(n) for n in _GLOBAL}
     named["output_norm.weight"] = np.asarray(named["output_norm.weight"]) + 1
     for i in range(LAYERS):
         prefix = f"model.layers.{i}."
         layer = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
-        for key, values in _converted(layer, architecture).items():
+        for key, values in _converted(layer, architecture, has_old_names).items():
             named[f"blk.{i}.{key}"] = values
     extra = f"blk.{LAYERS}.nextn.eh_proj.weight"
     named[extra] = np.ones((HIDDEN, 2 * HIDDEN), np.float32)
@@ -253,12 +258,12 @@ def write_tiny_gguf(
     return write_gguf(path, _metadata(architecture), named)
 
 
-def _converted(layer: Arrays, architecture: str) -> Arrays:
+def _converted(layer: Arrays, architecture: str, has_old_names: bool) -> Arrays:
     """Tensors of a layer by GGUF's names, as the converter changes them."""
     layer = dict(layer)
     made: Arrays = {}
     if architecture == "qwen3next":
-        layer = _unmixed(layer)
+        layer = layer if has_old_names else _unmixed(layer)
     else:
         layer = {key: _tiled(key, values) for key, values in layer.items()}
     if "mlp.experts.gate_up_proj" in layer:
