@@ -92,6 +92,7 @@ _ARCHITECTURES = {
 """``model_type`` to architecture."""
 
 _TEXT_PARTS: dict[str, tuple[str, float]] = {
+    "lfm2_vl": ("lfm2", 1e6),
     "qwen2_vl": ("qwen2", 1e6),
     "qwen2_5_vl": ("qwen2", 1e6),
     "qwen3_vl": ("qwen3", 5e5),
@@ -315,7 +316,8 @@ def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
     scaling = given.get("rope_scaling")
     if isinstance(scaling, Mapping) and "mrope" in (scaling.get("rope_type"), scaling.get("type")):
         del given["rope_scaling"]
-    tied = config.get_bool("tie_word_embeddings", text.get_bool("tie_word_embeddings", False))
+    tied = text.get_bool("tie_word_embeddings", kind == "lfm2")
+    tied = config.get_bool("tie_word_embeddings", tied)
     return TypedMapping(
         config.path,
         {"rope_theta": theta, **given, "model_type": kind, "tie_word_embeddings": tied},

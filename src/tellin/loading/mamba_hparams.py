@@ -5,6 +5,7 @@ Keys of configurations are Granite's: `tellin.loading.hybrid_hparams` renames ot
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -213,6 +214,6 @@ def _numbers(config: TypedMapping, key: str, count: int) -> tuple[float, ...]:
     if not config.has(key):
         return (1.0,) * count
     values = tuple(float(value) for value in config.get_numbers(key))
-    if len(values) != count:
-        raise ModelLoadError(f"{config.path}: key {key!r} has {len(values)} numbers, not {count}")
+    if len(values) != count or not all(map(math.isfinite, values)):
+        raise ModelLoadError(f"{config.path}: key {key!r} is {values}, not {count} numbers")
     return values
