@@ -91,8 +91,9 @@ class BoundProgram {
   int add_vector(int type, const Bytes& data, int64_t rows, int64_t columns, float offset) {
     return program.add_vector(tensor_view(type, data, rows, columns), offset);
   }
-  void embed(int type, const Bytes& data, int64_t rows, int64_t columns, int out, float scale) {
-    program.embed(tensor_view(type, data, rows, columns), out, scale);
+  void embed(int type, const Bytes& data, int64_t rows, int64_t columns, int out, float scale,
+             bool rest_is_first) {
+    program.embed(tensor_view(type, data, rows, columns), out, scale, rest_is_first);
     arrays_.push_back(data);
   }
   void add_position(int x, int type, const Bytes& data, int64_t rows, int64_t columns) {
@@ -330,7 +331,8 @@ void bind_runtime(nb::module_& m) {
           "inv_freq"_a, "attention_factor"_a)
       .def(
           "input", [](BoundProgram& p, int out) { p.program.input(out); }, "out"_a)
-      .def("embed", &BoundProgram::embed, "quant_type"_a, "data"_a, "rows"_a, "columns"_a, "out"_a, "scale"_a)
+      .def("embed", &BoundProgram::embed, "quant_type"_a, "data"_a, "rows"_a, "columns"_a, "out"_a, "scale"_a,
+           "rest_is_first"_a = false)
       .def(
           "rms_norm",
           [](BoundProgram& p, int x, int weight, int out, float eps, int64_t group) {
@@ -454,6 +456,19 @@ void bind_runtime(nb::module_& m) {
       .def(
           "scale", [](BoundProgram& p, int x, float factor) { p.program.scale(x, factor); }, "x"_a,
           "factor"_a)
+      .def(
+          "add_scaled",
+          [](BoundProgram& p, int x, int y, int coefs, int out, int64_t column, float offset, float factor) {
+            p.program.add_scaled(x, y, coefs, out, column, offset, factor);
+          },
+          "x"_a, "y"_a, "coefs"_a, "out"_a, "column"_a, "offset"_a, "factor"_a)
+      .def(
+          "match_magnitude", [](BoundProgram& p, int x, int target) { p.program.match_magnitude(x, target); },
+          "x"_a, "target"_a)
+      .def(
+          "keep_largest",
+          [](BoundProgram& p, int x, float deviations) { p.program.keep_largest(x, deviations); }, "x"_a,
+          "deviations"_a)
       .def(
           "scale_by_weight", [](BoundProgram& p, int x, int weight) { p.program.scale_by_weight(x, weight); },
           "x"_a, "weight"_a)

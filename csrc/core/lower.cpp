@@ -119,7 +119,7 @@ size_t Program::State::shape_index(const AttentionShape& shape) {
 
 // ---- row operations
 
-void Program::embed(const TensorView& table, int out, float scale) {
+void Program::embed(const TensorView& table, int out, float scale, bool rest_is_first) {
   Buffer& target = state_->buffer(out);
   require_tokens(target);
   check_tensor(table);
@@ -129,8 +129,12 @@ void Program::embed(const TensorView& table, int out, float scale) {
   op.table = table.data;
   op.table_type = table.type;
   op.factor = scale;
-  const int64_t known = state_->num_embeddings;
-  state_->num_embeddings = known == 0 ? table.rows : std::min(known, table.rows);
+  if (rest_is_first) {
+    op.count = table.rows;
+  } else {
+    const int64_t known = state_->num_embeddings;
+    state_->num_embeddings = known == 0 ? table.rows : std::min(known, table.rows);
+  }
   state_->takes_embeds(target.width);
   state_->append(op, target);
 }
@@ -301,9 +305,45 @@ void Program::scale(int x, float factor) {
 }
 
 void Program::scale_by_weight(int x, int weight) {
-  const float* factor = state_->vector(weight, 1);
-  require(factor != nullptr, "scale_by_weight needs a vector");
-  scale(x, *factor);
+  require(weight >= 0 && weight < static_cast<int>(state_->vectors.size()), "scale_by_weight needs a vector");
+  if (state_->vectors[static_cast<size_t>(weight)]->size() == 1) return scale(x, *state_->vector(weight, 1));
+  RowOp op = make(RowOp::Kind::kScaleColumns);
+  op.x = &state_->buffer(x);
+  op.weight = state_->vector(weight, op.x->width);
+  state_->append(op, *op.x);
+}
+
+void Program::add_scaled(int x, int y, int coefs, int out, int64_t column, float offset, float factor) {
+  RowOp op = make(RowOp::Kind::kAddScaled);
+  op.x = &state_->buffer(x);
+  op.y = &state_->buffer(y);
+  op.coefs = &state_->buffer(coefs);
+  op.out = &state_->buffer(out);
+  require_like(*op.x, *op.y);
+  require_like(*op.x, *op.out);
+  require(op.coefs->rows == op.x->rows && column >= 0 && column < op.coefs->width,
+          "add_scaled: the column of coefficients is out of range");
+  require(op.out != op.y && op.out != op.coefs, "add_scaled: the output must be x or a buffer of its own");
+  op.start = column;
+  op.bound = offset;
+  op.factor = factor;
+  state_->reads(*op.coefs);
+  state_->append(op, *op.out);
+}
+
+void Program::match_magnitude(int x, int target) {
+  RowOp op = make(RowOp::Kind::kMatchMagnitude);
+  op.x = &state_->buffer(x);
+  op.y = &state_->buffer(target);
+  require_like(*op.x, *op.y);
+  state_->append(op, *op.x);
+}
+
+void Program::keep_largest(int x, float deviations) {
+  RowOp op = make(RowOp::Kind::kKeepLargest);
+  op.x = &state_->buffer(x);
+  op.factor = deviations;
+  state_->append(op, *op.x);
 }
 
 void Program::softcap(int x, float cap) {

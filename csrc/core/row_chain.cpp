@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "stream_rows.h"
+
 namespace tellin {
 namespace {
 
@@ -42,6 +44,14 @@ const char* name(RowOp::Kind kind) {
       return "add_table";
     case RowOp::Kind::kScale:
       return "scale";
+    case RowOp::Kind::kScaleColumns:
+      return "scale_columns";
+    case RowOp::Kind::kAddScaled:
+      return "add_scaled";
+    case RowOp::Kind::kMatchMagnitude:
+      return "match_magnitude";
+    case RowOp::Kind::kKeepLargest:
+      return "keep_largest";
     case RowOp::Kind::kSoftcap:
       return "softcap";
     case RowOp::Kind::kQuantize:
@@ -101,7 +111,9 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
     case RowOp::Kind::kEmbed: {
       float* out = op.out->row(row);
       if (pass_->embed_index != nullptr && pass_->embed_index[row] >= 0) return copy_given(op, row);
-      kernels_.linear->dequantize_row(op.table_type, op.table, pass_->token_ids[row], op.out->width, out);
+      int32_t id = pass_->token_ids[row];
+      if (op.count > 0 && id >= op.count) id = 0;
+      kernels_.linear->dequantize_row(op.table_type, op.table, id, op.out->width, out);
       if (op.factor != 1.0f) k.scale(out, op.factor, op.out->width, out);
       return;
     }
@@ -163,6 +175,16 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
     }
     case RowOp::Kind::kScale:
       return k.scale(op.x->row(row), op.factor, op.x->width, op.x->row(row));
+    case RowOp::Kind::kScaleColumns:
+      return scale_columns(op.x->row(row), op.weight, op.x->width);
+    case RowOp::Kind::kAddScaled: {
+      const float coef = (op.coefs->row(row)[op.start] + op.bound) * op.factor;
+      return add_scaled(op.x->row(row), op.y->row(row), coef, op.x->width, op.out->row(row));
+    }
+    case RowOp::Kind::kMatchMagnitude:
+      return match_magnitude(op.x->row(row), op.y->row(row), op.x->width);
+    case RowOp::Kind::kKeepLargest:
+      return keep_largest(op.x->row(row), op.factor, op.x->width);
     case RowOp::Kind::kSoftcap:
       return k.softcap(op.x->row(row), op.factor, op.x->width, op.x->row(row));
     case RowOp::Kind::kQuantize:

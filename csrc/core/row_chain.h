@@ -12,29 +12,34 @@ namespace tellin {
 // One operation on one row. A tagged struct rather than classes: the chain is walked once per row and step.
 struct RowOp {
   enum class Kind {
-    kEmbed,       // out = table[token] * factor, or the row that is given
-    kInput,       // out = the row that is given
-    kRmsNorm,     // out = rms_norm(x) * weight, in groups of `group` values
-    kLayerNorm,   // out = layer_norm(x) * weight + bias
-    kAngles,      // out = cosines and sines of the row's position
-    kRope,        // x rotated by the angles in y
-    kKvStore,     // x, y = k, v into the cache
-    kActMul,      // out = act(x) * y, columns of y from `start` on
-    kActivation,  // out = act(x)
-    kGateRows,    // out = x * sigmoid(y), y one value
-    kAdd,         // out = x + y
-    kConcat,      // out = x, then y
-    kAddBias,     // x += bias
-    kAddTable,    // x += table[position], or of the token's type
-    kScale,       // x *= factor
-    kSoftcap,     // x = factor * tanh(x / factor)
-    kQuantize,    // quantised rows of x
-    kBlockMax,    // maxima of x
+    kEmbed,           // out = table[token] * factor, or the row that is given
+    kInput,           // out = the row that is given
+    kRmsNorm,         // out = rms_norm(x) * weight, in groups of `group` values
+    kLayerNorm,       // out = layer_norm(x) * weight + bias
+    kAngles,          // out = cosines and sines of the row's position
+    kRope,            // x rotated by the angles in y
+    kKvStore,         // x, y = k, v into the cache
+    kActMul,          // out = act(x) * y, columns of y from `start` on
+    kActivation,      // out = act(x)
+    kGateRows,        // out = x * sigmoid(y), y one value
+    kAdd,             // out = x + y
+    kConcat,          // out = x, then y
+    kAddBias,         // x += bias
+    kAddTable,        // x += table[position], or of the token's type
+    kScale,           // x *= factor
+    kScaleColumns,    // x *= weight
+    kAddScaled,       // out = x + factor * (coefs[start] + bound) * y
+    kMatchMagnitude,  // x as long as y
+    kKeepLargest,     // x = max(0, x - mean - factor * std)
+    kSoftcap,         // x = factor * tanh(x / factor)
+    kQuantize,        // quantised rows of x
+    kBlockMax,        // maxima of x
   };
   Kind kind;
   Buffer* x = nullptr;
   Buffer* y = nullptr;
   Buffer* out = nullptr;
+  Buffer* coefs = nullptr;  // kAddScaled
   const float* weight = nullptr;
   const float* bias = nullptr;
   float factor = 1.0f;      // or epsilon
@@ -42,7 +47,8 @@ struct RowOp {
   int64_t offset = 0;       // kRope: the first dimension of a head that is rotated
   int64_t count = 0;        // groups or heads
   int64_t weight_step = 0;  // kRmsNorm: from one group's weights to the next's; 0: they share them
-  int64_t start = 0;        // kActMul
+  int64_t start = 0;        // kActMul, kAddScaled
+  float bound = 0.0f;       // kAddScaled
   Activation act = Activation::kSilu;
   ActPrecision precision = ActPrecision::kInt8;
   bool interleaved = false;

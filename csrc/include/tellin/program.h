@@ -135,7 +135,8 @@ class Program {
   int add_state_layer(int64_t num_values);
   int add_rotary(std::vector<double> frequencies, float attention_factor);
 
-  void embed(const TensorView& table, int out, float scale);
+  // rest_is_first: ids behind the table take its row 0.
+  void embed(const TensorView& table, int out, float scale, bool rest_is_first = false);
   void input(int out);  // rows that the caller gives
   // The weight has `group` values, or one for each of the row.
   void rms_norm(int x, int weight, int out, float eps, int64_t group);
@@ -178,7 +179,11 @@ class Program {
   void add_token_type(int x, const TensorView& table);
   void gather_rows(int x, int out);
   void scale(int x, float factor);
-  void scale_by_weight(int x, int weight);  // a vector of one value
+  void scale_by_weight(int x, int weight);  // a vector of one value, or of one per column
+  // See models/plan/streams.py.
+  void add_scaled(int x, int y, int coefs, int out, int64_t column, float offset, float factor);
+  void match_magnitude(int x, int target);
+  void keep_largest(int x, float deviations);
   void softcap(int x, float cap);
   void finalize(int output, int hidden, int64_t vocab_size);
 

@@ -18,7 +18,7 @@ from tellin.kernels.file_pages import release_pages
 from tellin.kernels.packing import Identity, identity, pack, require_finite, tensor_arguments
 from tellin.loading.dequantize import dequantize
 from tellin.loading.tensors import QuantType, TensorRef
-from tellin.models.plan import ir
+from tellin.models.plan import ir, streams
 
 _NONE = -1
 
@@ -136,8 +136,9 @@ class Compiler:
     def _embed(self, op: ir.Embed) -> None:
         self.tables.append(op.weight)
         self._call(
-            op, self.program.embed, *tensor_arguments(op.weight), self._buffer(op.out), op.scale
-        )
+            op, self.program.embed, *tensor_arguments(op.weight), self._buffer(op.out), op.scale,
+            op.rest_is_first,
+        )  # fmt: skip
 
     def _input(self, op: ir.Input) -> None:
         self._call(op, self.program.input, self._buffer(op.out))
@@ -308,6 +309,18 @@ class Compiler:
         weight = self._vector(op, op.weight)
         self._call(op, self.program.scale_by_weight, self._buffer(op.x), weight)
 
+    def _add_scaled(self, op: streams.AddScaled) -> None:
+        x, y, coefs, out = map(self._buffer, (op.x, op.y, op.coefs, op.out))
+        numbers = op.column, op.offset, op.factor
+        self._call(op, self.program.add_scaled, x, y, coefs, out, *numbers)
+
+    def _match_magnitude(self, op: streams.MatchMagnitude) -> None:
+        x, target = self._buffer(op.x), self._buffer(op.target)
+        self._call(op, self.program.match_magnitude, x, target)
+
+    def _keep_largest(self, op: streams.KeepLargest) -> None:
+        self._call(op, self.program.keep_largest, self._buffer(op.x), op.deviations)
+
     def _softcap(self, op: ir.Softcap) -> None:
         self._call(op, self.program.softcap, self._buffer(op.x), op.cap)
 
@@ -340,4 +353,7 @@ _EMIT: dict[type[ir.Op], Callable[[Compiler, Any], None]] = {
     ir.Scale: Compiler._scale,
     ir.ScaleByWeight: Compiler._scale_by_weight,
     ir.Softcap: Compiler._softcap,
+    streams.AddScaled: Compiler._add_scaled,
+    streams.MatchMagnitude: Compiler._match_magnitude,
+    streams.KeepLargest: Compiler._keep_largest,
 }

@@ -21,7 +21,7 @@ from tellin.kernels import reference_recurrent as recurrent
 from tellin.kernels.batch import StepBatch
 from tellin.loading.dequantize import dequantize
 from tellin.loading.tensors import TensorRef
-from tellin.models.plan import ir
+from tellin.models.plan import ir, streams
 
 Floats = formulas.Floats
 
@@ -179,7 +179,9 @@ class ReferenceBackend:
 
     def _embed(self, op: ir.Embed) -> None:
         batch = self._step()
-        rows = self._weights[op.weight][batch.token_ids] * np.float32(op.scale)
+        table, ids = self._weights[op.weight], batch.token_ids
+        ids = np.where(ids < len(table), ids, 0) if op.rest_is_first else ids
+        rows = table[ids] * np.float32(op.scale)
         if batch.embeds is not None:
             rows[batch.embed_rows] = batch.embeds
         self._set(op.out, rows)
@@ -446,6 +448,22 @@ class ReferenceBackend:
     def _scale_by_weight(self, op: ir.ScaleByWeight) -> None:
         self._set(op.x, self._get(op.x) * self._weights[op.weight])
 
+    def _add_scaled(self, op: streams.AddScaled) -> None:
+        coef = (self._get(op.coefs)[:, op.column, None] + np.float32(op.offset)) * op.factor
+        self._set(op.out, self._get(op.x) + coef.astype(np.float32) * self._get(op.y))
+
+    def _match_magnitude(self, op: streams.MatchMagnitude) -> None:
+        x = self._get(op.x)
+        wanted = np.mean(np.square(self._get(op.target)), axis=-1, keepdims=True)
+        found = np.maximum(np.mean(np.square(x), axis=-1, keepdims=True), np.float32(1e-5))
+        self._set(op.x, x * np.sqrt(wanted) / np.sqrt(found))
+
+    def _keep_largest(self, op: streams.KeepLargest) -> None:
+        x = self._get(op.x)
+        mean, deviation = (f(x, axis=-1, keepdims=True) for f in (np.mean, np.std))
+        cut = mean + deviation * np.float32(op.deviations)
+        self._set(op.x, np.maximum(x - cut, np.float32(0)))
+
     def _softcap(self, op: ir.Softcap) -> None:
         self._set(op.x, formulas.softcap(self._get(op.x), op.cap))
 
@@ -478,4 +496,7 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Scale: ReferenceBackend._scale,
     ir.ScaleByWeight: ReferenceBackend._scale_by_weight,
     ir.Softcap: ReferenceBackend._softcap,
+    streams.AddScaled: ReferenceBackend._add_scaled,
+    streams.MatchMagnitude: ReferenceBackend._match_magnitude,
+    streams.KeepLargest: ReferenceBackend._keep_largest,
 }

@@ -52,8 +52,8 @@ def gemma4_from_config(config: TypedMapping, is_unified: bool = False) -> ModelH
             f"{path}: activation {activation!r} is not supported for 'gemma4'; "
             f"supported is {_ACTIVATION}"
         )
-    num_layers = _num_layers(path, config.get_int("num_hidden_layers"))
-    is_sliding = _layer_types(config, num_layers)
+    num_layers = checked_num_layers(path, config.get_int("num_hidden_layers"))
+    is_sliding = sliding_layers(config, num_layers)
     layers = _config_layers(config, is_sliding)
     hidden_size = config.get_int("hidden_size")
     scaling, theta, local_theta = _config_rope(config, layers)
@@ -113,7 +113,7 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
             )
         return [int(value) for value in values[:num_layers]]
 
-    num_layers = _num_layers(path, integer("block_count"))
+    num_layers = checked_num_layers(path, integer("block_count"))
     if num_layers > len(tensors):
         raise ModelLoadError(f"{path}: has {num_layers} layers, but only {len(tensors)} tensors")
     embedding = tensors.get("token_embd.weight")
@@ -148,7 +148,7 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
         num_experts_per_tok=integer("expert_used_count") if num_experts else 0,
         moe_intermediate_size=integer("expert_feed_forward_length") if num_experts else 0,
         norm_topk_prob=True,
-        attention_layers=_layers(
+        attention_layers=shared_layers(
             path,
             is_sliding,
             [local_dim if sliding else global_dim for sliding in is_sliding],
@@ -163,7 +163,7 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
 # ---- layers ----------------------------------------------------------------------------------
 
 
-def _layers(
+def shared_layers(
     path: Path,
     is_sliding: Sequence[bool],
     head_dims: Sequence[int],
@@ -200,16 +200,16 @@ def _layers(
     return tuple(layers)
 
 
-def _num_layers(path: Path, num_layers: int) -> int:
+def checked_num_layers(path: Path, num_layers: int) -> int:
     if not 1 <= num_layers <= _MAX_LAYERS:
         raise ModelLoadError(f"{path}: num_hidden_layers is {num_layers}, allowed are 1 to 4096")
     return num_layers
 
 
-def _layer_types(config: TypedMapping, num_layers: int) -> list[bool]:
-    """Which layers have a window; by default all but every sixth."""
+def sliding_layers(config: TypedMapping, num_layers: int, interval: int = 6) -> list[bool]:
+    """Which layers have a window; by default all but every sixth, or ``interval``-th."""
     if not config.has("layer_types"):
-        return [(i + 1) % 6 != 0 for i in range(num_layers)]
+        return [(i + 1) % interval != 0 for i in range(num_layers)]
     types = list(config.get_strings("layer_types"))
     if len(types) != num_layers:
         raise ModelLoadError(
@@ -217,9 +217,7 @@ def _layer_types(config: TypedMapping, num_layers: int) -> list[bool]:
         )
     unknown = sorted(set(types) - {_SLIDING, _FULL})
     if unknown:
-        raise UnsupportedModelError(
-            f"{config.path}: layer type {unknown[0]!r} is not supported for 'gemma4'"
-        )
+        raise UnsupportedModelError(f"{config.path}: layer type {unknown[0]!r} is not supported")
     return [kind == _SLIDING for kind in types]
 
 
@@ -251,7 +249,7 @@ def _config_layers(config: TypedMapping, is_sliding: list[bool]) -> tuple[Attent
                 layer.get_int("head_dim", head_dim),
                 layer.get_int("num_key_value_heads", kv_heads),
             )
-    return _layers(
+    return shared_layers(
         config.path,
         is_sliding,
         [dim for dim, _ in shapes],

@@ -19,6 +19,7 @@ import numpy as np
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.encoder_hparams import GGUF_ENCODERS, encoder_from_gguf
 from tellin.loading.gated_delta import linear_attention_from_gguf
+from tellin.loading.gemma3n import gemma3n_from_gguf
 from tellin.loading.gemma4 import gemma4_from_gguf
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
@@ -84,6 +85,8 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     architecture = metadata.get_str("general.architecture")
     if architecture not in SUPPORTED_ARCHITECTURES or architecture == "gte":
         raise unsupported_architecture(metadata.path, architecture)
+    if architecture == "gemma3n":
+        return check_hparams(metadata.path, gemma3n_from_gguf(metadata, tensors))
     if architecture == "gemma4":
         return check_hparams(metadata.path, gemma4_from_gguf(metadata, tensors))
     metadata = completed_metadata(metadata, architecture)

@@ -24,6 +24,7 @@ from tellin.loading.gated_delta import (
     GATED_DELTA_DEFAULTS,
     linear_attention_from_config,
 )
+from tellin.loading.gemma3n import gemma3n_from_config
 from tellin.loading.gemma4 import gemma4_from_config
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
@@ -59,6 +60,8 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gemma3n": "gemma3n",
+    "gemma3n_text": "gemma3n",
     "gemma4": "gemma4",
     "gemma4_text": "gemma4",
     "gemma4_unified": "gemma4",
@@ -256,8 +259,10 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     architecture = _ARCHITECTURES.get(model_type)
     if architecture is None:
         raise unsupported_architecture(config.path, model_type)
-    if architecture in ("gemma3", "gemma4") and config.has("text_config"):
+    if architecture in ("gemma3", "gemma3n", "gemma4") and config.has("text_config"):
         config = config.get_mapping("text_config")
+    if architecture == "gemma3n":
+        return check_hparams(config.path, gemma3n_from_config(config))
     if architecture == "gemma4":
         is_unified = model_type.startswith("gemma4_unified")
         return check_hparams(config.path, gemma4_from_config(config, is_unified))

@@ -23,6 +23,7 @@ SUPPORTED_ARCHITECTURES = (
     "gemma-embedding",
     "gemma2",
     "gemma3",
+    "gemma3n",
     "gemma4",
     "glm4",
     "glm4moe",
@@ -58,9 +59,18 @@ SUPPORTED_ARCHITECTURES = (
 )
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
 
-GEMMA_FAMILY = ("gemma", "gemma-embedding", "gemma2", "gemma3", "gemma4")
+GEMMA_FAMILY = ("gemma", "gemma-embedding", "gemma2", "gemma3", "gemma3n", "gemma4")
 GRANITE_FAMILY = ("granite", "granitehybrid", "granitemoe")
-NORMS_AFTER_BLOCKS = ("gemma-embedding", "gemma2", "gemma3", "gemma4", "glm4", "olmo2", "olmo3")
+NORMS_AFTER_BLOCKS = (
+    "gemma-embedding",
+    "gemma2",
+    "gemma3",
+    "gemma3n",
+    "gemma4",
+    "glm4",
+    "olmo2",
+    "olmo3",
+)
 WITH_EXPERTS = (
     "deepseek2",
     "ernie4_5-moe",
@@ -178,6 +188,7 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
                 f"{path}: a layer has {hparams.num_attention_heads} attention heads of "
                 f"{layer.head_dim} dimensions for {heads} key/value heads"
             )
+    _check_range(path, "num_streams", hparams.num_streams, 1, 16)
     _check_range(path, "per_layer_input_size", hparams.per_layer_input_size, 0, _MAX_SIZE)
     if hparams.num_experts:
         _check_range(path, "num_experts", hparams.num_experts, 1, MAX_EXPERTS)

@@ -62,6 +62,8 @@ _GGUF_GLOBAL = {
     "per_layer_token_embd": "embed_tokens_per_layer",
     "per_layer_model_proj": "per_layer_model_projection",
     "per_layer_proj_norm": "per_layer_projection_norm",
+    "altup_proj": "altup_projections",
+    "altup_unembd_proj": "altup_unembed_projections",
     "cls.norm": "classifier.norm",
 }
 _GGUF_LAYER = {
@@ -110,6 +112,16 @@ _GGUF_LAYER_GEMMA4 = {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
+_GGUF_LAYER_GEMMA3N = {
+    "altup_correct_coef": "altup.correction_coefs",
+    "altup_correct_scale": "altup.correct_output_scale",
+    "altup_predict_coef": "altup.prediction_coefs",
+    "altup_router": "altup.modality_router",
+    "altup_router_norm": "altup.router_norm",
+    "laurel_l": "laurel.linear_left",
+    "laurel_r": "laurel.linear_right",
+    "laurel_post_norm": "laurel.post_laurel_norm",
+}
 _GGUF_LAYER_SCALES = {
     "ffn_gate_inp": "mlp.router_norm.weight",
     "ffn_down_exps": "mlp.expert_scales.weight",
@@ -144,7 +156,7 @@ _HF_GEMMA4 = (
     (re.compile(r"\.router\.proj\."), ".mlp.gate."),
     (re.compile(r"\.router\.scale\Z"), ".mlp.router_norm.weight"),
     (re.compile(r"\.router\.per_expert_scale\Z"), ".mlp.expert_scales.weight"),
-    (re.compile(r"\.layer_scalar\Z"), ".layer_scalar.weight"),
+    (re.compile(r"\.(layer_scalar|correct_output_scale)\Z"), r".\1.weight"),
 )
 _HF_PREFIX = re.compile(
     r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.|roberta\.)"
@@ -243,8 +255,8 @@ def canonical_from_gguf(
         layer_names |= _GGUF_LAYER_LATENT
     elif architecture == "glm4moe":
         layer_names["post_attention_norm"] = "post_attention_layernorm"
-    if architecture == "gemma4":
-        layer_names |= _GGUF_LAYER_GEMMA4
+    if architecture in ("gemma3n", "gemma4"):
+        layer_names |= _GGUF_LAYER_GEMMA4 | _GGUF_LAYER_GEMMA3N
     if architecture in ("glm4", "phi3"):
         # These converters store gate and up in one matrix under the name of the latter.
         layer_names["ffn_up"] = "mlp.gate_up_proj"
@@ -303,7 +315,7 @@ def canonical_hf_name(architecture: str, name: str) -> str:
         layer, _, rest = name.rpartition(".post_")
         norm, _, kind = f"post_{rest}".partition(".")
         name = f"{layer}.{_HF_GLM4[norm]}.{kind}" if norm in _HF_GLM4 else name
-    elif architecture == "gemma4":
+    elif architecture in ("gemma3n", "gemma4"):
         for pattern, replacement in _HF_GEMMA4:
             name = pattern.sub(replacement, name)
     elif architecture in WITH_EXPERTS and any(part in name for part in _HF_EXPERT_PARTS):
@@ -369,6 +381,13 @@ def _split_stacked(
         return [(name, vector)]
     if hparams.latent is not None and "_b_proj" in name:
         return split_latent(path, hparams, name, tensor)
+    if name.startswith("altup_") and len(tensor.shape) == 3:
+        stem = name.removesuffix(".weight")
+        rows = [tensor.row_range(i, i + 1) for i in range(tensor.shape[0])]
+        return [
+            (f"{stem}.{i}.weight", TensorRef(name, tensor.shape[1:], row.quant_type, row.data))
+            for i, row in enumerate(rows)
+        ]
     match = _STACKED.match(name)
     if not match or not hparams.num_experts:
         return [(name, tensor)]

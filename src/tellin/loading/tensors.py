@@ -282,6 +282,11 @@ class ModelHParams:
     """One per layer, if they differ; empty: all are as the fields above say."""
     per_layer_input_size: int = 0
     """Width of what every layer gets of a token besides the residual stream (Gemma 4); 0: none."""
+    num_streams: int = 1
+    """Residual streams, of which layers work on the first (Gemma 3n)."""
+    kept_deviations: tuple[float, ...] = ()
+    """Of every layer: an MLP's gate keeps what exceeds the mean by so many standard deviations;
+    -inf: all. Empty: all keep all."""
     output_scales: Mapping[str, float] | None = None
     """Factors of what linear layers give, by their name within a layer (Falcon-H1)."""
     latent: LatentAttention | None = None

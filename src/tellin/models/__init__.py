@@ -25,6 +25,7 @@ _ARCHITECTURES = {
     "gemma2": "gemma2",
     "gemma3": "gemma3",
     "gemma3_text": "gemma3",
+    "gemma3n": "gemma3n",
     "gemma4": "gemma4",
     "glm4": "glm4",
     "glm4moe": "glm4moe",

@@ -27,7 +27,7 @@ def record(b: PlanBuilder) -> Plan:
     inputs = layer_inputs(b, x) if hp.per_layer_input_size else None
     for i, layer in enumerate(hp.attention_layers):
         name = f"layers.{i}"
-        rope = tables.setdefault((layer.is_sliding, layer.head_dim), _rotary(b, layer))
+        rope = tables.setdefault((layer.is_sliding, layer.head_dim), rotary(b, layer))
         if layer.kv_layer == i:
             caches[i] = len(caches)
         h = b.rms_norm(x, f"{name}.input_layernorm")
@@ -42,7 +42,8 @@ def record(b: PlanBuilder) -> Plan:
     return lm_head(b, x)
 
 
-def _rotary(b: PlanBuilder, layer: AttentionLayer) -> RotaryTable:
+def rotary(b: PlanBuilder, layer: AttentionLayer) -> RotaryTable:
+    """Rotation of a layer's heads."""
     if layer.is_sliding:
         return local_rotary_table(replace(b.hparams, head_dim=layer.head_dim))
     hp = replace(b.hparams, head_dim=layer.head_dim, rope_dim=None)
@@ -104,7 +105,7 @@ def layer_inputs(b: PlanBuilder, x: Buffer) -> Buffer:
     hp = b.hparams
     size = hp.per_layer_input_size
     width = hp.num_hidden_layers * size
-    looked_up = b.embed("embed_tokens_per_layer", scale=size**0.5, width=width)
+    looked_up = b.embed("embed_tokens_per_layer", scale=size**0.5, width=width, rest_is_first=True)
     projected = b.scale(b.linear(x, "per_layer_model_projection"), hp.hidden_size**-0.5)
     projected = b.rms_norm(projected, "per_layer_projection_norm", group=size)
     return b.scale(b.add(projected, looked_up), 2**-0.5)

@@ -15,6 +15,7 @@ from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Rows
 from tellin.models.plan.recorder import GATED_ACTIVATIONS, ones
 from tellin.models.plan.recurrent_builder import RecurrentBuilder
+from tellin.models.plan.streams import AddScaled, KeepLargest, MatchMagnitude
 
 
 class PlanBuilder(RecurrentBuilder):
@@ -31,16 +32,25 @@ class PlanBuilder(RecurrentBuilder):
 
     # ---- from token ids ----------------------------------------------------------------------
 
-    def embed(self, name: str, scale: float = 1.0, width: int | None = None) -> Buffer:
-        """Token embedding, ``[num_tokens, width]``; None = hidden_size."""
+    def embed(
+        self,
+        name: str,
+        scale: float = 1.0,
+        width: int | None = None,
+        rest_is_first: bool = False,
+    ) -> Buffer:
+        """Token embedding, ``[num_tokens, width]``; None = hidden_size.
+
+        ``rest_is_first``: the table may end before the vocabulary; ids behind it take row 0.
+        """
         weight = self._matrix(f"{name}.weight", width or self.hparams.hidden_size)
-        if weight.shape[0] != self.hparams.vocab_size:
+        if weight.shape[0] != self.hparams.vocab_size and not rest_is_first:
             raise self._error(
                 f"tensor {weight.name!r} has {weight.shape[0]} rows; "
                 f"vocab_size is {self.hparams.vocab_size}"
             )
         out = self._buffer(weight.shape[1], Rows.TOKENS, name)
-        self._ops.append(ir.Embed(weight, out, scale))
+        self._ops.append(ir.Embed(weight, out, scale, rest_is_first))
         return out
 
     def input(self, width: int) -> Buffer:
@@ -369,8 +379,42 @@ class PlanBuilder(RecurrentBuilder):
         return x
 
     def scale_by_weight(self, x: Buffer, name: str) -> Buffer:
-        """Multiply by the model's one value ``{name}.weight``, in place."""
-        self._ops.append(ir.ScaleByWeight(x, self._vector(f"{name}.weight", 1)))
+        """Multiply by the model's ``{name}.weight``, one value or one per column, in place."""
+        weight = self.weight(f"{name}.weight")
+        if weight.shape not in ((1,), (x.width,)):
+            raise self._shape_error(weight, f"(1,) or ({x.width},)")
+        self._ops.append(ir.ScaleByWeight(x, weight))
+        return x
+
+    # ---- several residual streams ------------------------------------------------------------
+
+    def add_scaled(
+        self,
+        x: Buffer,
+        y: Buffer,
+        coefs: Buffer,
+        column: int,
+        *,
+        offset: float = 0.0,
+        factor: float = 1.0,
+    ) -> Buffer:
+        """``x + factor * (coefs[:, column] + offset) * y``."""
+        self._same_shape(x, y)
+        if coefs.rows is not x.rows or not 0 <= column < coefs.width:
+            raise self._error(f"{coefs.name} of width {coefs.width} has no column {column}")
+        out = self._buffer(x.width, x.rows, f"{x.name}.mixed")
+        self._ops.append(AddScaled(x, y, coefs, out, column, offset, factor))
+        return out
+
+    def match_magnitude(self, x: Buffer, target: Buffer) -> Buffer:
+        """Make each row as long as that of ``target``, in place."""
+        self._same_shape(x, target)
+        self._ops.append(MatchMagnitude(x, target))
+        return x
+
+    def keep_largest(self, x: Buffer, deviations: float) -> Buffer:
+        """What exceeds the row's mean by more than so many standard deviations, in place."""
+        self._ops.append(KeepLargest(x, deviations))
         return x
 
     def softcap(self, x: Buffer, cap: float) -> Buffer:

@@ -112,6 +112,8 @@ class Op:
 class Embed(Op):
     """``out[t] = weight[token_ids[t]] * scale``; weight ``(vocab_size, width)``.
 
+    ``rest_is_first``: the table may end before the vocabulary does; ids behind it take row 0.
+
     A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; a
     plan with tables of different widths takes no such rows.
     """
@@ -119,6 +121,7 @@ class Embed(Op):
     weight: TensorRef
     out: Buffer
     scale: float = 1.0
+    rest_is_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -519,7 +522,7 @@ class Scale(Op):
 
 @dataclass(frozen=True)
 class ScaleByWeight(Op):
-    """``x *= weight`` in place; weight ``(1,)``."""
+    """``x *= weight`` in place; weight ``(1,)`` or ``(width,)``."""
 
     x: Buffer
     weight: TensorRef

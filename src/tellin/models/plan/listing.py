@@ -15,6 +15,7 @@ from typing import Any
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Op, Plan, Rows
+from tellin.models.plan.streams import AddScaled, KeepLargest, MatchMagnitude
 
 
 @dataclass(frozen=True)
@@ -257,6 +258,11 @@ def _act_mul(op: ir.ActMul) -> str:
     return f"{op.act}({_name(op.gate)}) * {_name(op.up)}{part}"
 
 
+def _add_scaled(op: AddScaled) -> str:
+    coef = f"{_name(op.coefs)}[{op.column}]" + (f" + {op.offset:g}" if op.offset else "")
+    return f"{_name(op.x)} + {op.factor:g} ({coef}) {_name(op.y)}"
+
+
 def _lora(op: ir.Lora) -> str:
     return ", ".join(
         f"{_name(out)} + B{i} (A{i} {_name(op.x)})" for i, (_, out) in enumerate(op.parts, 1)
@@ -290,6 +296,9 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.GatherRows: lambda op: f"{_name(op.x)}[logits_indices]",
     ir.Scale: lambda op: f"{_name(op.x)} * {op.factor:g}",
     ir.ScaleByWeight: lambda op: f"{_name(op.x)} * c",
+    AddScaled: _add_scaled,
+    MatchMagnitude: lambda op: f"{_name(op.x)} * |{_name(op.target)}| / |{_name(op.x)}|",
+    KeepLargest: lambda op: f"max(0, {_name(op.x)} - mean - {op.deviations:g} std)",
     ir.Softcap: lambda op: f"{op.cap:g} tanh({_name(op.x)} / {op.cap:g})",
 }
 """W is the (first, second ...) weight, c its bias; A and B are an adapter's matrices."""

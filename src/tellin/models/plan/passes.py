@@ -15,6 +15,7 @@ from typing import TypeGuard
 
 from tellin.models.plan import ir
 from tellin.models.plan.ir import Buffer, Op, Plan, Rows
+from tellin.models.plan.streams import AddScaled, KeepLargest, MatchMagnitude
 
 Pass = Callable[[Plan], Plan]
 
@@ -142,7 +143,7 @@ def fuse_multi_linears(plan: Plan) -> Plan:
 _ROWWISE = (
     ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.HeadLinear, ir.MultiLinear, ir.GatedLinear, ir.Experts,
     ir.Lora, ir.Rope, ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.Concat, ir.AddBias,
-    ir.Scale, ir.ScaleByWeight, ir.Softcap,
+    ir.Scale, ir.ScaleByWeight, ir.Softcap, AddScaled, MatchMagnitude, KeepLargest,
 )  # fmt: skip
 """Operations whose result for a row depends on nothing but that row and its position."""
 
@@ -225,6 +226,7 @@ _MAY_ALIAS: Mapping[type[Op], tuple[str, ...]] = {
     ir.GateRows: ("x",),
     ir.Activation: ("x",),
     ir.Add: ("x", "y"),
+    AddScaled: ("x",),
 }
 """Operands that ``out`` may share a buffer with, as the operations' definitions say."""
 
