@@ -244,8 +244,9 @@ class Experts(Op):
     divides their p by the sum of them; ``scale`` multiplies them at last, and ``scales``
     ``(num_experts,)``, if given, each by a factor of its expert. The sum over the chosen
     ones is made in the order of their ids. ``gate[e]`` and ``up[e]`` ``(expert width, x.width)``,
-    ``down[e]`` ``(out.width, expert width)``; each of the three has one storage type. A row whose
-    logits are not numbers, or with softmax hold +inf, becomes NaN.
+    ``down[e]`` ``(out.width, expert width)``; each of the three has one storage type; ``gate`` and
+    ``up`` may be the same matrices, held once (with relu: its square). A row whose logits are not
+    numbers, or with softmax hold +inf, becomes NaN.
     Source: Shazeer et al. 2017, eq. 1-5; Jiang et al. 2024 (Mixtral), section 2.1; DeepSeek-AI 2024
     (DeepSeek-V3), eq. 13-16, for sigmoid and bias; DeepSeek-V2, section 2.2.2, for groups.
     """

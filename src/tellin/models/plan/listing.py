@@ -70,7 +70,8 @@ def op_macs(op: Op) -> int:
 
 
 def _one_expert(op: ir.Experts) -> tuple[TensorRef, ...]:
-    return op.gate[0], op.up[0], op.down[0]
+    """The matrices of one; where nothing gates, gate and up are the same one."""
+    return tuple(dict.fromkeys((op.gate[0], op.up[0], op.down[0])))
 
 
 def format_plan(plan: Plan, *, full: bool = False) -> str:
@@ -209,10 +210,11 @@ def _experts(op: ir.Experts) -> str:
     times = "" if op.scale == 1 else f" * {op.scale:g}"
     times += "" if op.scales is None else " * c"
     groups = "" if op.groups == 1 else f" in {op.top_groups} of {op.groups} groups"
+    is_gated = op.gate[0] is not op.up[0]
+    formula = f"W{2 + is_gated} ({op.act}(W1 {x}) * (W{1 + is_gated} {x}))"
     return (
         f"{op.top_k} of {len(op.gate)} experts{groups} by {shares}{op.scoring}({_name(op.router)})"
-        f"{times}{bias}: "
-        f"W3 ({op.act}(W1 {x}) * (W2 {x}))"
+        f"{times}{bias}: {formula}"
     )
 
 
