@@ -13,8 +13,18 @@ from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
 from tellin.models import build_plan
+from tellin.worker.profiler import ProfiledBackend
 from tests.models.encoder_files import write_encoder_gguf
-from tests.models.encoders import CASES, DENSE, EMBEDDERS, QUERY, SCORERS, TEXTS, write_encoder
+from tests.models.encoders import (
+    CASES,
+    DENSE,
+    EMBEDDERS,
+    HIDDEN,
+    QUERY,
+    SCORERS,
+    TEXTS,
+    write_encoder,
+)
 
 GGUF_CASES = ("gemma", "modernbert", "modernbert_scores", "nomic")
 STORED = np.load(Path(__file__).parents[1] / "data" / "encoders.npz")
@@ -74,6 +84,19 @@ def test_windows_of_long_texts(tmp_path: Path, case: str, window: int) -> None:
     alone = NativeBackend(plan, num_threads=1)
     assert (np.array(alone.forward(step(700))) == states[:700]).all()
     assert (np.array(native.forward(step(333))) == states[705:]).all()
+
+
+@pytest.mark.parametrize("window", [8, 300])
+def test_profiles_count_what_windows_show(tmp_path: Path, window: int) -> None:
+    """Pairs of a query and a key that it sees, on both sides, whatever the request's place."""
+    plan = build_plan(open_model(write_encoder(tmp_path, "modernbert", local_attention=window)))
+    profiled = ProfiledBackend(NativeBackend(plan, num_threads=1))
+    profiled.forward(step(40, 7))
+    _, operations = profiled.finish()
+    found = [op.macs for op in operations if op.name.startswith("attention")]
+    full = sum(n * n for n in (40, 7))
+    near = sum(abs(i - j) <= window // 2 for n in (40, 7) for i in range(n) for j in range(n))
+    assert sum(found) == (2 * full + near) * HIDDEN * 2
 
 
 def test_dense_layers_give_the_size_of_embeddings(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tellin.protocol import MultiModalFeature
 from tellin.sampling_params import SamplingParams
 from tellin.settings import Settings
 from tellin.step_protocol import SchedulerOutput
+from tellin.worker.image_inputs import ENCODE_IMAGES
 from tellin.worker.worker import Worker
 from tests.loading.models import config, hf_tensors, pack_safetensors
 from tests.models.vision import IMAGE_TOKEN_ID, write_smolvlm
@@ -178,6 +179,27 @@ def test_preempted_and_encoded_again(worker: Worker) -> None:
     d.free, d.encoded = ["a"], set()
     d.run(6)
     assert d.outputs["x"][:6] == expected
+
+
+def test_encoding_is_a_phase_of_profiles(worker: Worker) -> None:
+    """Between the start and the stop alone, and beside the operations of the text model."""
+    alone(worker, "a")
+    worker.profile(True)
+    alone(worker, "a", "b")
+    spans = worker.profile(False)
+    encoding = [span for span in spans if span.name == ENCODE_IMAGES]
+    assert encoding
+    [operation] = [op for op in worker.operation_profile() if op["name"] == ENCODE_IMAGES]
+    assert operation["seconds"] == sum(span.duration_ns for span in encoding) / 1e9 > 0
+    for span in spans:  # a forward pass begins when its rows are there
+        if span.name == "forward":
+            ends = span.start_ns + span.duration_ns
+            assert all(
+                one.start_ns + one.duration_ns <= span.start_ns or one.start_ns >= ends
+                for one in encoding
+            )
+    worker.profile(True)
+    assert not [span for span in worker.profile(False) if span.name == ENCODE_IMAGES]
 
 
 def test_outputs_are_freed_in_steady_steps(worker: Worker) -> None:

@@ -8,6 +8,7 @@ of its rows is needed, and tiles that a prefix-cache hit covers never are.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,12 @@ import numpy.typing as npt
 from tellin.exceptions import EngineError
 from tellin.protocol import MultiModalFeature
 from tellin.step_protocol import SchedulerOutput
+from tellin.trace import MAIN_THREAD, Span
 from tellin.worker.image_encoder import ImageEncoder
 from tellin.worker.input_batch import RequestState
+
+ENCODE_IMAGES = "encode images"
+"""Name of the phase in profiles."""
 
 logger = logging.getLogger("tellin.worker")
 
@@ -41,6 +46,12 @@ class ImageInputs:
     def __init__(self, encoder: ImageEncoder) -> None:
         self.encoder: ImageEncoder | None = encoder
         self._outputs: dict[str, _Output] = {}
+        self._spans: list[Span] | None = None
+
+    def set_profile(self, is_on: bool) -> list[Span]:
+        """Start to note when tiles are encoded, or stop: then what was noted, one span a call."""
+        spans, self._spans = self._spans, [] if is_on else None
+        return spans or []
 
     def apply(self, step: SchedulerOutput, states: Mapping[str, RequestState]) -> None:
         """Drop what the step frees, then make room for what it lists.
@@ -120,7 +131,11 @@ class ImageInputs:
         missing = [tile for tile in tiles if not output.done[tile]]
         if missing:
             low, high = missing[0], missing[-1] + 1
+            begin = time.monotonic_ns()
             output.rows[low * size : high * size] = self._live().encode(feature.data[low:high])
+            if self._spans is not None:
+                took = time.monotonic_ns() - begin
+                self._spans.append(Span(ENCODE_IMAGES, MAIN_THREAD, begin, took))
             output.done[low:high] = [True] * (high - low)
         return output.rows[first:end]
 

@@ -83,17 +83,22 @@ class ProfiledBackend:
         self._rows[ir.Rows.LOGITS] += num_logits
         self._passes[ir.Rows.TOKENS] += -(-num_tokens // PASS_ROWS)
         self._passes[ir.Rows.LOGITS] += min(num_logits, 1)
-        for window, rows in self._views:
+        for window, causal, rows in self._views:
             tokens = np.arange(num_tokens) if rows is ir.Rows.TOKENS else batch.logits_indices
             requests = np.searchsorted(batch.query_start_loc, tokens, side="right") - 1
             counts = np.bincount(requests, minlength=len(batch.seq_lens))
             seen = batch.positions[tokens].astype(np.int64) + 1
             lens = np.where(counts > 0, batch.seq_lens, 0)
-            if window is not None:
+            if not causal:
+                after = batch.seq_lens[requests] - seen
+                if window is not None:
+                    seen, after = np.minimum(seen, window), np.minimum(after, window - 1)
+                seen = seen + after
+            elif window is not None:
                 seen = np.minimum(seen, window)
                 lens = np.minimum(lens, counts + window - 1)
-            self._pairs[window, rows] += int(seen.sum())
-            self._keys_read[window, rows] += int(lens.sum())
+            self._pairs[window, causal, rows] += int(seen.sum())
+            self._keys_read[window, causal, rows] += int(lens.sum())
 
     def finish(self) -> tuple[list[Span], list[OperationProfile]]:
         """Stop measuring: spans of all threads, and operations in plan order."""
@@ -149,9 +154,9 @@ class ProfiledBackend:
         return float(op_macs(op) * self._rows[rows]), float(op_weight_bytes(op) * reads)
 
 
-def _view(op: ir.Attention) -> tuple[int | None, ir.Rows]:
+def _view(op: ir.Attention) -> tuple[int | None, bool, ir.Rows]:
     """What operations that see the same keys have in common."""
-    return op.sliding_window, op.q.rows
+    return op.sliding_window, op.causal, op.q.rows
 
 
 def _experts_read(op: ir.Experts, rows: float) -> float:

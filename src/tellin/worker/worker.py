@@ -25,7 +25,7 @@ from tellin.worker.backends import Backend, open_backend
 from tellin.worker.classifier import open_classifier
 from tellin.worker.dense_layers import open_dense_layers
 from tellin.worker.image_encoder import open_image_encoder
-from tellin.worker.image_inputs import ImageInputs
+from tellin.worker.image_inputs import ENCODE_IMAGES, ImageInputs
 from tellin.worker.lora import AdapterBackend, LoRAManager
 from tellin.worker.memory import process_memory, resident_bytes
 from tellin.worker.model_runner import ModelRunner
@@ -251,12 +251,20 @@ class Worker:
         """
         if is_start:
             self._profiled = ProfiledBackend(self.runner.backend)
+            if self.runner.images is not None:
+                self.runner.images.set_profile(True)
             self.runner.replace_backend(cast("Backend", self._profiled))
             return []
         if self._profiled is None:
             raise EngineError("the profiler is not running")
         profiled, self._profiled = self._profiled, None
         spans, self._operations = profiled.finish()
+        if self.runner.images is not None:
+            encoding = self.runner.images.set_profile(False)
+            spans += encoding
+            if encoding:
+                seconds = sum(span.duration_ns for span in encoding) / 1e9
+                self._operations.insert(0, OperationProfile(ENCODE_IMAGES, seconds))
         self.runner.replace_backend(profiled.wrapped)
         return spans
 
