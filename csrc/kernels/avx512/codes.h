@@ -76,6 +76,27 @@ TELLIN_INLINE __m512i load_quad(const uint8_t* block) {
   }
 }
 
+// Whether codes have a 4-bit plane, and are not looked up.
+template <QuantType T>
+constexpr bool has_nibbles = (format_of(T).bits == 4 || format_of(T).bits == 5) && !format_of(T).has_table();
+
+// Quads kQuad and kQuad + 4 (kQuad < 4) of a packed block of such codes, of one load per plane.
+template <QuantType T, int kQuad>
+TELLIN_INLINE void load_quad_pair(const uint8_t* block, __m512i& low, __m512i& high) {
+  const __m512i m15 = _mm512_set1_epi8(15);
+  __m512i nibbles = load_vector(block + kVectorBytes * kQuad);
+  asm("" : "+v"(nibbles));  // or it would be loaded where it is used, twice
+  low = _mm512_and_si512(nibbles, m15);
+  high = _mm512_and_si512(_mm512_srli_epi16(nibbles, 4), m15);
+  if constexpr (format_of(T).bits == 5) {
+    const __m512i m16 = _mm512_set1_epi8(16);
+    __m512i bits = load_vector(block + kVectorBytes * 4);
+    asm("" : "+v"(bits));
+    low = or_masked(low, move_bits<kQuad, 4>(bits), m16);
+    high = or_masked(high, move_bits<kQuad + 4, 4>(bits), m16);
+  }
+}
+
 TELLIN_INLINE __m512 half_to_float16(const uint16_t* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }

@@ -11,19 +11,38 @@
 namespace tellin {
 namespace {
 
-// Adds quad kQuad of a block's codes x plane kPlane of the activations to the integer sums.
-template <QuantType T, int kPlane, int kQuad, class Act, int kGroups, int kTokens>
-TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                            __m512i (&sum)[kGroups][kTokens]) {
-  __m512i w[kGroups];
-#pragma GCC unroll 4
-  for (int g = 0; g < kGroups; ++g) w[g] = load_quad<T, kQuad>(codes + g * group_bytes);
+// Adds a quad of codes x plane kPlane of the activations to the integer sums.
+template <int kPlane, int kQuad, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_products(const __m512i (&w)[kGroups], const ActRows<Act, kTokens>& x,
+                                __m512i (&sum)[kGroups][kTokens]) {
 #pragma GCC unroll 8
   for (int t = 0; t < kTokens; ++t) {
     const __m512i y = broadcast_word(x.block(t)->q[kPlane] + 4 * kQuad);
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) sum[g][t] = _mm512_dpbusd_epi32(sum[g][t], w[g], y);
   }
+}
+
+// The same of quad kQuad of a block.
+template <QuantType T, int kPlane, int kQuad, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                            __m512i (&sum)[kGroups][kTokens]) {
+  __m512i w[kGroups];
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; ++g) w[g] = load_quad<T, kQuad>(codes + g * group_bytes);
+  add_products<kPlane, kQuad>(w, x, sum);
+}
+
+// The same of quads kQuad and kQuad + 4, low and high nibbles of a vector, which is loaded once: loads bound
+// a tile of many rows as multiplications do.
+template <QuantType T, int kPlane, int kQuad, class Act, int kGroups, int kTokens>
+TELLIN_INLINE void add_quad_pair(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
+                                 __m512i (&sum)[kGroups][kTokens]) {
+  __m512i low[kGroups], high[kGroups];
+#pragma GCC unroll 4
+  for (int g = 0; g < kGroups; ++g) load_quad_pair<T, kQuad>(codes + g * group_bytes, low[g], high[g]);
+  add_products<kPlane, kQuad>(low, x, sum);
+  add_products<kPlane, kQuad + 4>(high, x, sum);
 }
 
 // What the integer sums of a block or half (pair 0: block; 1, 2: halves) start with: the terms of the
@@ -81,15 +100,41 @@ TELLIN_INLINE void shift_sums(const ActRows<Act, kTokens>& x, int pair, const Su
 template <QuantType T, int kPlane, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void add_quads(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                              __m512i (&sum)[kGroups][kTokens]) {
-  constexpr int kFirst = kHalf > 0 ? 4 : 0;
-  add_quad<T, kPlane, kFirst>(codes, group_bytes, x, sum);
-  if constexpr (kHalf < 0) add_quad<T, kPlane, 4>(codes, group_bytes, x, sum);
-  add_quad<T, kPlane, kFirst + 1>(codes, group_bytes, x, sum);
-  if constexpr (kHalf < 0) add_quad<T, kPlane, 5>(codes, group_bytes, x, sum);
-  add_quad<T, kPlane, kFirst + 2>(codes, group_bytes, x, sum);
-  if constexpr (kHalf < 0) add_quad<T, kPlane, 6>(codes, group_bytes, x, sum);
-  add_quad<T, kPlane, kFirst + 3>(codes, group_bytes, x, sum);
-  if constexpr (kHalf < 0) add_quad<T, kPlane, 7>(codes, group_bytes, x, sum);
+  if constexpr (kHalf < 0 && has_nibbles<T>) {
+    add_quad_pair<T, kPlane, 0>(codes, group_bytes, x, sum);
+    add_quad_pair<T, kPlane, 1>(codes, group_bytes, x, sum);
+    add_quad_pair<T, kPlane, 2>(codes, group_bytes, x, sum);
+    add_quad_pair<T, kPlane, 3>(codes, group_bytes, x, sum);
+  } else {
+    constexpr int kFirst = kHalf > 0 ? 4 : 0;
+    add_quad<T, kPlane, kFirst>(codes, group_bytes, x, sum);
+    if constexpr (kHalf < 0) add_quad<T, kPlane, 4>(codes, group_bytes, x, sum);
+    add_quad<T, kPlane, kFirst + 1>(codes, group_bytes, x, sum);
+    if constexpr (kHalf < 0) add_quad<T, kPlane, 5>(codes, group_bytes, x, sum);
+    add_quad<T, kPlane, kFirst + 2>(codes, group_bytes, x, sum);
+    if constexpr (kHalf < 0) add_quad<T, kPlane, 6>(codes, group_bytes, x, sum);
+    add_quad<T, kPlane, kFirst + 3>(codes, group_bytes, x, sum);
+    if constexpr (kHalf < 0) add_quad<T, kPlane, 7>(codes, group_bytes, x, sum);
+  }
+}
+
+// The quads of a half as the tile that made the tables has left them.
+template <int kHalf, int kGroups, int kTokens>
+TELLIN_INLINE void add_unpacked_quads(const ActRows<Act8, kTokens>& x, const SumTables& tables,
+                                      __m512i (&sum)[kGroups][kTokens]) {
+  const auto load = [&](int quad, __m512i(&w)[kGroups]) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int g = 0; g < kGroups; ++g) w[g] = _mm512_load_si512(tables.codes[g][quad]);
+  };
+  __m512i w[kGroups];
+  load(0, w);
+  add_products<0, 4 * kHalf>(w, x, sum);
+  load(1, w);
+  add_products<0, 4 * kHalf + 1>(w, x, sum);
+  load(2, w);
+  add_products<0, 4 * kHalf + 2>(w, x, sum);
+  load(3, w);
+  add_products<0, 4 * kHalf + 3>(w, x, sum);
 }
 
 // Sums of a tile that is not the first: `code_pair` is known.
@@ -127,11 +172,12 @@ constexpr bool is_tight(int values) {
 
 // Adds quad kQuad of a block: its codes x every plane of the activations, and the codes themselves (kStarts:
 // to nothing). kIsTight: their sum is formed at once, for the compiler likes to keep all codes until the end.
-// `fetch`: the block that is fetched meanwhile (see fetches_by_quad); nullptr: none.
+// `fetch`: the block that is fetched meanwhile (see fetches_by_quad); nullptr: none. `unpacked`: where the
+// codes are left; nullptr: nowhere.
 template <QuantType T, int kQuad, bool kStarts, bool kIsTight, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                                  __m512i (&sum)[Act::kPlanes][kGroups][kTokens], __m512i (&code_sum)[kGroups],
-                                 const uint8_t* fetch) {
+                                 const uint8_t* fetch, SumTables* unpacked) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (fetches_by_quad<T>(kGroups)) {
     constexpr int kLines = (kFormat.super_bytes() / kFormat.blocks() + 63) / 64;
@@ -147,6 +193,7 @@ TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const
 #pragma GCC unroll 4
   for (int g = 0; g < kGroups; ++g) {
     w[g] = load_quad<T, kQuad>(codes + g * group_bytes);
+    if (unpacked != nullptr) _mm512_store_si512(unpacked->codes[g][kQuad % 4], w[g]);
     if constexpr (Act::kPlanes == 1) {
       if constexpr (kFormat.code_bits() == 8) {
         code_sum[g] = _mm512_dpbusd_epi32(code_sum[g], w[g], _mm512_set1_epi8(1));
@@ -189,14 +236,19 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
       for (int plane = 0; plane < Act::kPlanes; ++plane) sum[plane][g][t] = _mm512_setzero_si512();
     }
   }
-  multiply_quad<T, kFirst, true, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
-  if constexpr (kHalf < 0) multiply_quad<T, 4, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
-  multiply_quad<T, kFirst + 1, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
-  if constexpr (kHalf < 0) multiply_quad<T, 5, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
-  multiply_quad<T, kFirst + 2, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
-  if constexpr (kHalf < 0) multiply_quad<T, 6, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
-  multiply_quad<T, kFirst + 3, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
-  if constexpr (kHalf < 0) multiply_quad<T, 7, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch);
+  SumTables* const unpacked = kKind == TileKind::kMaker && kHasUnpacked<T> ? &tables : nullptr;
+  multiply_quad<T, kFirst, true, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch, unpacked);
+  if constexpr (kHalf < 0)
+    multiply_quad<T, 4, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch, unpacked);
+  multiply_quad<T, kFirst + 1, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch, unpacked);
+  if constexpr (kHalf < 0)
+    multiply_quad<T, 5, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch, unpacked);
+  multiply_quad<T, kFirst + 2, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch, unpacked);
+  if constexpr (kHalf < 0)
+    multiply_quad<T, 6, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch, unpacked);
+  multiply_quad<T, kFirst + 3, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch, unpacked);
+  if constexpr (kHalf < 0)
+    multiply_quad<T, 7, false, kIsTight>(codes, group_bytes, x, sum, code_sum, fetch, unpacked);
   if constexpr (Act::kPlanes == 1) {
 #pragma GCC unroll 4
     for (int g = 0; g < kGroups; ++g) {
@@ -235,6 +287,9 @@ TELLIN_INLINE void block_sums(const uint8_t* codes, size_t group_bytes, const Ac
   if constexpr (kKind == TileKind::kReader && kHasZeroTable<T>) {
     look_up_starts<T>(x, kHalf + 1, tables, sum);
     add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);
+  } else if constexpr (kKind == TileKind::kReader && kHasUnpacked<T>) {
+    begin_sums<T>(x, kHalf + 1, tables, sum);
+    add_unpacked_quads<kHalf>(x, tables, sum);
   } else if constexpr (kKind == TileKind::kLater || kKind == TileKind::kReader) {
     later_sums<T, kHalf>(codes, group_bytes, x, tables, sum);
   } else {

@@ -32,7 +32,9 @@ constexpr int kSingleTokens = 2;
 
 // More tiles than this read tables: only then they pay.
 template <QuantType T>
-constexpr int kTilesWithoutTables = format_of(T).per16() || !format_of(T).has_min ? 3 : 2;
+constexpr int kTilesWithoutTables = format_of(T).per16()    ? 5
+                                    : !format_of(T).has_min ? 3
+                                                            : 2;
 constexpr int kTableSums = 2 * kLargestChunk;  // of a chunk
 
 // A tile of tokens of one chunk.
