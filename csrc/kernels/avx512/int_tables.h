@@ -18,7 +18,7 @@ enum class TileKind { kOnly, kFirst, kLater, kMaker, kReader };
 template <QuantType T>
 constexpr bool kHasZeroTable = !format_of(T).per16();
 
-// Instead their codes, where two planes make them, stay in L1 as they are multiplied: one load instead of
+// Of them, those whose codes come of two planes leave them in L1 as they are multiplied: one load instead of
 // two, and nothing to shift.
 template <QuantType T>
 constexpr bool kHasUnpacked = format_of(T).per16() && format_of(T).bits > 2;
@@ -33,7 +33,7 @@ struct SumTables {
   int32_t zeros[2][kZeroEntries][kRows];
   // bits(m * scale) - bits(m), by `scale_offset`: with bits(m * 2^e) they make those of the product.
   int32_t scales[2][kScaleEntries][kRows];
-  uint8_t codes[2][4][kVectorBytes];  // see kHasUnpacked
+  uint8_t codes[2][4][kVectorBytes];  // quads, see kHasUnpacked
 };
 
 TELLIN_INLINE __m512i broadcast_word(const void* p) {
