@@ -201,6 +201,26 @@ class LLM(PoolingCalls):
         render = self._chat_renderer(chat_params, tokenization_kwargs)
         return self._runner.run(items, render, params, options)
 
+    def extract_reasoning(self, output: RequestOutput, index: int = 0) -> tuple[str | None, str]:
+        """The thoughts of an answer, and what it says without them.
+
+        Models show their thoughts in their own ways: between ``<think>`` and ``</think>``, or, as
+        gpt-oss does, on a channel whose marks are special tokens and not in ``text``.
+
+        Args:
+            output: of `chat`, or of `generate` with a prompt in the model's chat format.
+            index: which of its completions.
+
+        Returns:
+            Thoughts (None where there are none) and content, as the server gives them.
+
+        Raises:
+            InvalidParameterError: ``output`` has no such completion.
+        """
+        from tellin.entrypoints.reasoning import extract_reasoning
+
+        return extract_reasoning(self, output, index)
+
     def stream(
         self,
         prompt: Any,
