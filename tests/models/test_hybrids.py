@@ -116,6 +116,7 @@ def test_promise_1_with_native_kernels(name: str, golden: Any, tmp_path: Path) -
         ("lfm2", {"architectures": ["Lfm2BidirectionalModel"]}, "both directions .*Bidirectional"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "'mlp_hidden_act' is 'silu'"),
         ("falcon-h1", {"ssm_multipliers": [1.0]}, r"'ssm_multipliers' is \(1.0,\), not 5"),
+        ("lfm2", {"num_hidden_layers": 1 << 31}, "num_hidden_layers is 2147483648, allowed are 1"),
         ("lfm2", {"conv_bias": True}, "'conv_bias' is True"),
         ("lfm2", {"layer_types": ["conv"] * 3}, "layer_types has 3 entries for 4 layers"),
         ("lfm2", {"layer_types": ["mamba"] * 4}, "'mamba' are not supported for 'lfm2'"),

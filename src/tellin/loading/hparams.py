@@ -106,7 +106,7 @@ NEIGHBOUR_PAIRS = ("deepseek2", "ernie4_5-moe", "glm4")
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
 
-_MAX_LAYERS = 4096
+MAX_LAYERS = 4096
 _MAX_SIZE = 1 << 24
 """Far beyond any model, small enough that products of two sizes stay exact everywhere."""
 _MAX_CONTEXT = 1 << 31
@@ -172,7 +172,7 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
         "vocab_size",
     ):
         _check_range(path, name, getattr(hparams, name), 1, _MAX_SIZE)
-    _check_range(path, "num_hidden_layers", hparams.num_hidden_layers, 1, _MAX_LAYERS)
+    _check_range(path, "num_hidden_layers", hparams.num_hidden_layers, 1, MAX_LAYERS)
     _check_range(path, "max_position_embeddings", hparams.max_position_embeddings, 1, _MAX_CONTEXT)
     if hparams.num_attention_heads % hparams.num_key_value_heads:
         raise ModelLoadError(

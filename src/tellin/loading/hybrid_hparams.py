@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.hparams import MAX_LAYERS
 from tellin.loading.mamba_hparams import (
     checked_kernel,
     mamba_from_config,
@@ -179,7 +180,8 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
         return TypedMapping(config.path, _nemotron_values(config))
     if architecture not in ("lfm2", "lfm2moe"):
         return config
-    classes = config.get("architectures") or ()
+    classes = config.get("architectures")
+    classes = classes if isinstance(classes, list) else []
     if any("Bidirectional" in str(name) for name in classes):
         raise UnsupportedModelError(
             f"{config.path}: {architecture!r} with attention in both directions "
@@ -255,8 +257,8 @@ def _lfm2_inner_size(config: TypedMapping) -> int:
 def with_recurrent_config(config: TypedMapping, hparams: ModelHParams) -> ModelHParams:
     """``hparams`` with the kinds of layers and what a ``config.json`` says of recurrent ones."""
     architecture = hparams.architecture
-    if architecture not in HYBRIDS:
-        return hparams
+    if architecture not in HYBRIDS or not 0 < hparams.num_hidden_layers <= MAX_LAYERS:
+        return hparams  # the check of all hyperparameters refuses such a number
     kinds = _config_kinds(config, hparams)
     if architecture not in WITH_MAMBA:
         refuse_unless(config, "conv_bias", False)
