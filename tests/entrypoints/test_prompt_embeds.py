@@ -16,6 +16,7 @@ from tellin.loading import open_model
 from tellin.loading.dequantize import dequantize
 from tellin.sampling_params import RequestOutputKind
 from tests.models.tiny_files import write_tiny_gguf
+from tests.models.tiny_hybrids import write_tiny_hybrid
 
 OPTIONS: dict[str, Any] = {
     "enable_prompt_embeds": True,
@@ -75,6 +76,20 @@ def test_same_bits_as_tokens(tmp_path: Path, name: str) -> None:
     with LLM(str(path), **OPTIONS | {"num_kv_blocks": 10, "max_model_len": 64}) as llm:
         longer = params(max_tokens=20)
         assert results(llm.generate(embeds, longer)) == results(llm.generate(ids, longer))
+
+
+def test_recurrent_states_too(tmp_path: Path) -> None:
+    """Snapshots of states are found by the rows before them."""
+    path = write_tiny_hybrid(tmp_path / "model", "lfm2")
+    table = input_embeddings(path)
+    ids = token_prompts(len(table))
+    embeds = [{"prompt_embeds": table[prompt]} for prompt in ids]
+    with LLM(str(path), **OPTIONS) as llm:
+        expected = results(llm.generate(ids, params()))
+        assert results(llm.generate(embeds, params())) == expected
+        again = llm.generate(embeds, params())
+        assert results(again) == expected
+        assert [output.num_cached_tokens for output in again] == [32, 0, 32, 0]
 
 
 def test_sampling_drafts_and_copies(tmp_path: Path) -> None:
