@@ -17,6 +17,7 @@ from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.parsers.base import ToolParser
 from tellin.entrypoints.openai.parsers.harmony import FINAL, HarmonyParser
 from tellin.entrypoints.openai.parsers.message import AnswerParser, CallReader, MessageParser
+from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, written_calls
 from tellin.entrypoints.openai.parsers.reasoning import CLOSING, OPENING, ThinkParser
 from tellin.entrypoints.openai.parsers.registry import (
     TOOL_PARSERS,
@@ -68,6 +69,7 @@ class ChatFormat:
             name = guess_tool_parser(template) if self.has_tools else "hermes"
         self.tool_parser_name = name
         self.tool_parser: type[ToolParser] = TOOL_PARSERS[name]
+        self._writes_calls = self.tool_parser is Lfm2Parser and "tool_calls" not in template
         marks = thought_marks(template)
         self.thinks = config.reasoning_parser == "think" or (
             config.reasoning_parser == "auto" and marks is not None
@@ -169,6 +171,8 @@ class ChatFormat:
         """
         prepared = [_with_objects(message, i) for i, message in enumerate(messages)]
         if self.has_tools:
+            if self._writes_calls:
+                prepared = [_with_written_calls(message, i) for i, message in enumerate(prepared)]
             return prepared, tools
         prepared = [_as_text(message, i) for i, message in enumerate(prepared)]
         if tools:
@@ -214,6 +218,16 @@ def _call_with_object(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise bad_request(f"{where}: arguments must be a JSON object", "messages")
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _with_written_calls(message: dict[str, Any], position: int) -> dict[str, Any]:
+    """LFM2's template leaves it to the content to hold the calls that the model made."""
+    calls = message.pop("tool_calls", None)
+    if calls:
+        functions = [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        content = _text_of(message.get("content"), position)
+        message["content"] = written_calls(functions) + content
+    return message
 
 
 def _as_text(message: dict[str, Any], position: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tellin.entrypoints.openai.parsers.base import ToolParser
@@ -124,6 +124,27 @@ class Lfm2Parser(PythonicParser):
 
     markers = ("<|tool_call_start|>",)
     closing = "<|tool_call_end|>"
+
+
+def written_calls(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Names and arguments of calls as LFM2 writes them."""
+    texts = []
+    for name, arguments in calls:
+        pairs = (f"{key}={_python(value)}" for key, value in arguments.items())
+        texts.append(f"{name}({', '.join(pairs)})")
+    return f"{Lfm2Parser.markers[0]}[{', '.join(texts)}]{Lfm2Parser.closing}"
+
+
+def _python(value: Any) -> str:
+    """A JSON value as a Python literal."""
+    if value is None or isinstance(value, bool):
+        return str(value)
+    if isinstance(value, dict):
+        pairs = (f"{_python(key)}: {_python(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_python, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def parse_call(text: str) -> tuple[str, str] | None:
