@@ -144,6 +144,7 @@ def test_configurations_may_name_layers_one_by_one(
     """As newer versions of `transformers` write what differs from layer to layer."""
     full = {"head_dim": gemma4.GLOBAL_DIM, "num_key_value_heads": 1}
     keys = {"global_head_dim": None, "num_global_key_value_heads": None}
+    keys |= {"hidden_size_per_layer_input": None}
     folder = write_folder(tmp_path, "large", **keys, per_layer_config={"2": full})
     logits = logits_of(ReferenceBackend(plan_of(folder)), token_ids())
     np.testing.assert_allclose(logits, golden["large"], rtol=0, atol=5e-5)

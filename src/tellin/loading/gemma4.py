@@ -86,9 +86,7 @@ def gemma4_from_config(config: TypedMapping, is_unified: bool = False) -> ModelH
         moe_intermediate_size=config.get_int("moe_intermediate_size") if has_experts else 0,
         norm_topk_prob=True,
         attention_layers=layers,
-        per_layer_input_size=config.get_int(
-            "hidden_size_per_layer_input", 0 if is_unified else 256
-        ),
+        per_layer_input_size=_layer_input_size(config, is_unified),
     )
 
 
@@ -219,6 +217,12 @@ def sliding_layers(config: TypedMapping, num_layers: int, interval: int = 6) -> 
     if unknown:
         raise UnsupportedModelError(f"{config.path}: layer type {unknown[0]!r} is not supported")
     return [kind == _SLIDING for kind in types]
+
+
+def _layer_input_size(config: TypedMapping, is_unified: bool) -> int:
+    """Null is none, as is a model's that does not know them."""
+    key = "hidden_size_per_layer_input"
+    return config.get_int(key, 0 if is_unified or key in config else 256)
 
 
 def _config_layers(config: TypedMapping, is_sliding: list[bool]) -> tuple[AttentionLayer, ...]:
