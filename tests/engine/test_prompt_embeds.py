@@ -46,6 +46,8 @@ class Tensor:
         return self
 
     def cpu(self) -> Tensor:
+        if self.values is None:
+            raise NotImplementedError("no data")
         return self
 
     def float(self) -> Tensor:
@@ -114,6 +116,7 @@ def test_rows_are_the_engines_own() -> None:
         (np.zeros((5, HIDDEN), np.int32), InvalidTypeError, "int32"),
         (np.zeros((5, HIDDEN), object), InvalidTypeError, "object"),
         (ROWS.tolist(), InvalidTypeError, "list"),
+        (Tensor(None, "float32"), InvalidTypeError, "cannot be read: no data"),
         ("abc", InvalidTypeError, "str"),
         (5, InvalidTypeError, "int"),
     ],

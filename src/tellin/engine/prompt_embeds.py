@@ -107,10 +107,6 @@ def _as_array(given: Any) -> npt.NDArray[Any]:
     """An array of floats, without a copy where the memory can be shared."""
     import numpy as np
 
-    if hasattr(given, "detach"):  # a torch tensor: gradients and other devices have no array
-        given = given.detach().cpu()
-        if str(given.dtype) == "torch.bfloat16":
-            given = given.float()
     if isinstance(given, str | bytes | list | tuple) or not (
         hasattr(given, "__array__") or hasattr(given, "__array_interface__")
     ):
@@ -118,6 +114,10 @@ def _as_array(given: Any) -> npt.NDArray[Any]:
             f"prompt_embeds must be {_HOW}; got {type(given).__name__}", parameter=_NAME
         )
     try:
+        if hasattr(given, "detach"):  # a torch tensor: gradients and other devices have no array
+            given = given.detach().cpu()
+            if str(given.dtype) == "torch.bfloat16":
+                given = given.float()
         array: npt.NDArray[Any] = np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidTypeError(f"prompt_embeds cannot be read: {error}", parameter=_NAME) from error
