@@ -13,6 +13,8 @@ using tellin::kStateColumns;
 using tellin::ScanRows;
 
 constexpr int64_t kGateRows = 64;  // whose decays and the like are computed together
+// ---- short convolutions
+
 constexpr int64_t kRowsAhead = 6;  // that are fetched: a column of a buffer is no stream that caches know
 
 // Fetches n values, to be read or to be written over.
@@ -20,8 +22,6 @@ template <bool kWrite>
 inline void fetch(const float* p, int64_t n) {
   for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(p + i, kWrite);
 }
-
-// ---- short convolutions
 
 // Reads a fixed kernel, or any with kKernel = 0.
 template <int kKernel>
@@ -158,17 +158,12 @@ struct DeltaGates {
     for (int64_t i = 0; i < count; ++i) {
       keep[i] = r.a[(first + i) * r.a_stride];
       beta[i] = r.b[(first + i) * r.b_stride];
-      fetch<false>(r.v + (first + i) * r.v_stride, r.columns);
     }
     const V decay = Simd::set1(r.decay), bias = Simd::set1(r.dt_bias);
     map1(keep, count, keep, [&](V a) { return vexp(Simd::mul(decay, vsoftplus(Simd::add(a, bias)))); });
     map1(beta, count, beta, vsigmoid);
     const float root = 1.0f / __builtin_sqrtf(static_cast<float>(r.depth));
     for (int64_t i = 0; i < count; ++i) {
-      if (i + kRowsAhead < count) {
-        fetch<false>(r.q + (first + i + kRowsAhead) * r.q_stride, r.depth);
-        fetch<false>(r.k + (first + i + kRowsAhead) * r.k_stride, r.depth);
-      }
       q_scale[i] = root * one_over_length(r.q + (first + i) * r.q_stride, r.depth);
       k_scale[i] = one_over_length(r.k + (first + i) * r.k_stride, r.depth);
     }
@@ -250,12 +245,7 @@ void selective_scan(const ScanRows& r) {
   for (int64_t first = 0; first < r.num_rows; first += kGateRows) {
     const int64_t left = r.num_rows - first;
     const int64_t count = left < kGateRows ? left : kGateRows;
-    for (int64_t i = 0; i < count; ++i) {
-      steps[i] = r.dt[(first + i) * r.dt_stride];
-      fetch<false>(r.x + (first + i) * r.x_stride, r.columns);
-      fetch<false>(r.b + (first + i) * r.b_stride, r.depth);
-      fetch<false>(r.c + (first + i) * r.c_stride, r.depth);
-    }
+    for (int64_t i = 0; i < count; ++i) steps[i] = r.dt[(first + i) * r.dt_stride];
     map1(steps, count, steps,
          [&](V dt) { return Simd::min(most, Simd::max(least, vsoftplus(Simd::add(dt, bias)))); });
     map1(steps, count, keeps, [&](V step) { return vexp(Simd::mul(decay, step)); });
