@@ -173,7 +173,8 @@ class BoundProgram {
                const Ints& seq_lens, const Table& block_table, const Ints& logits_indices,
                const std::optional<Ints>& adapter_slots, const std::optional<Floats>& embeds,
                const std::optional<Ints>& embed_rows, const std::optional<Ints>& token_types,
-               const std::optional<Ints>& state_slots, const std::optional<Table>& state_saves) {
+               const std::optional<Ints>& state_slots, const std::optional<Table>& state_saves,
+               const std::optional<Table>& rope_positions) {
     StepInput input;
     input.token_ids = token_ids.data();
     input.positions = positions.data();
@@ -210,6 +211,12 @@ class BoundProgram {
       input.token_types = token_types->data();
       if (token_types->shape(0) != token_ids.shape(0)) {
         throw std::invalid_argument("token_types must have as many entries as token_ids");
+      }
+    }
+    if (rope_positions.has_value()) {
+      input.rope_positions = rope_positions->data();
+      if (rope_positions->shape(0) != 3 || rope_positions->shape(1) != token_ids.shape(0)) {
+        throw std::invalid_argument("rope_positions must have three rows of as many entries as token_ids");
       }
     }
     if (state_slots.has_value()) {
@@ -325,10 +332,10 @@ void bind_runtime(nb::module_& m) {
           "num_kv_heads"_a, "head_dim"_a, "value_dim"_a = 0)
       .def(
           "add_rotary",
-          [](BoundProgram& p, std::vector<double> inv_freq, float factor) {
-            return p.program.add_rotary(std::move(inv_freq), factor);
+          [](BoundProgram& p, std::vector<double> inv_freq, float factor, std::vector<int32_t> axes) {
+            return p.program.add_rotary(std::move(inv_freq), factor, std::move(axes));
           },
-          "inv_freq"_a, "attention_factor"_a)
+          "inv_freq"_a, "attention_factor"_a, "axes"_a = std::vector<int32_t>())
       .def(
           "input", [](BoundProgram& p, int out) { p.program.input(out); }, "out"_a)
       .def("embed", &BoundProgram::embed, "quant_type"_a, "data"_a, "rows"_a, "columns"_a, "out"_a, "scale"_a,
@@ -503,7 +510,7 @@ void bind_runtime(nb::module_& m) {
            "logits_indices"_a.noconvert(), "adapter_slots"_a.noconvert() = nb::none(),
            "embeds"_a.noconvert() = nb::none(), "embed_rows"_a.noconvert() = nb::none(),
            "token_types"_a.noconvert() = nb::none(), "state_slots"_a.noconvert() = nb::none(),
-           "state_saves"_a.noconvert() = nb::none())
+           "state_saves"_a.noconvert() = nb::none(), "rope_positions"_a.noconvert() = nb::none())
       .def("hidden", &BoundProgram::hidden)
       .def("block_maxima", &BoundProgram::block_maxima)
       .def("set_profile", &BoundProgram::set_profile, "enabled"_a)

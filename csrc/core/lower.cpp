@@ -197,6 +197,7 @@ void Program::rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool 
     RowOp angles = make(RowOp::Kind::kAngles);
     angles.out = angle_buffer;
     angles.frequencies = table.frequencies.get();
+    angles.axes = table.axes.get();
     angles.factor = table.attention_factor;
     state_->append(angles, *angle_buffer);
   }

@@ -179,10 +179,14 @@ int Program::add_kv_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_
   return static_cast<int>(pool_.layers().size()) - 1;
 }
 
-int Program::add_rotary(std::vector<double> frequencies, float attention_factor) {
+int Program::add_rotary(std::vector<double> frequencies, float attention_factor, std::vector<int32_t> axes) {
   require(!frequencies.empty() && frequencies.size() <= 256, "a rotary table has 1 to 256 frequencies");
-  state_->rotaries.push_back(
-      {std::make_unique<std::vector<double>>(std::move(frequencies)), attention_factor, {}});
+  require(axes.empty() || axes.size() == frequencies.size(), "a rotary table has an axis for each frequency");
+  for (const int32_t axis : axes) require(axis >= 0 && axis < 3, "axes of a rotary table are 0 to 2");
+  state_->rotaries.push_back({std::make_unique<std::vector<double>>(std::move(frequencies)),
+                              attention_factor,
+                              std::make_unique<std::vector<int32_t>>(std::move(axes)),
+                              {}});
   return static_cast<int>(state_->rotaries.size()) - 1;
 }
 

@@ -284,6 +284,9 @@ class Program::Run final : public ThreadTeam::Job {
       pass.token_ids = input_.token_ids + pass.first_row;
       pass.positions = input_.positions + pass.first_row;
       pass.token_types = input_.token_types == nullptr ? nullptr : input_.token_types + pass.first_row;
+      pass.rope_positions = input_.rope_positions;
+      pass.rope_stride = input_.num_tokens;
+      pass.logits_indices = input_.logits_indices;
       pass.slots = state_.slots.data() + (state_.slots.empty() ? 0 : pass.first_row);
       pass.logit_positions = state_.logit_positions.data();
       for (const auto& schedule : pass.schedules) {

@@ -40,6 +40,7 @@ struct Program::State {
   struct Rotary {
     std::unique_ptr<std::vector<double>> frequencies;
     float attention_factor;
+    std::unique_ptr<std::vector<int32_t>> axes;
     // By kind of rows: [num_rows, cosines then sines], filled before the first rope of a pass.
     Buffer* angles[2] = {nullptr, nullptr};
   };

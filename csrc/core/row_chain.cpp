@@ -131,8 +131,14 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       // In double precision: a float angle of a few thousand radians would be off by 1e-4.
       const auto half = static_cast<int64_t>(op.frequencies->size());
       float* cosines = op.out->row(row);
-      const double position = pass_->positions_of(rows_)[row];
+      const bool has_axes = !op.axes->empty() && pass_->rope_positions != nullptr;
+      const int64_t token = rows_ == RowKind::kTokens ? pass_->first_row + row : pass_->logits_indices[row];
+      double position = pass_->positions_of(rows_)[row];
       for (int64_t i = 0; i < half; ++i) {
+        if (has_axes) {
+          const int64_t axis = (*op.axes)[static_cast<size_t>(i)];
+          position = pass_->rope_positions[axis * pass_->rope_stride + token];
+        }
         const double angle = position * (*op.frequencies)[static_cast<size_t>(i)];
         cosines[i] = static_cast<float>(std::cos(angle) * static_cast<double>(op.factor));
         cosines[half + i] = static_cast<float>(std::sin(angle) * static_cast<double>(op.factor));

@@ -58,6 +58,7 @@ struct RowOp {
   const uint8_t* table = nullptr;
   // kAngles
   const std::vector<double>* frequencies = nullptr;
+  const std::vector<int32_t>* axes = nullptr;  // by frequency: which of a row's three positions; empty: all 0
   // kKvStore
   const KvPool* pool = nullptr;
   int64_t layer = 0;

@@ -87,9 +87,12 @@ struct Pass {
   const int32_t* positions = nullptr;
   const int32_t* logit_positions = nullptr;  // of the rows of logits
   const int32_t* token_types = nullptr;      // nullptr: all 0
-  const int64_t* slots = nullptr;            // KV slot of each row
-  const float* embeds = nullptr;             // of the step: rows that are given
-  const int32_t* embed_index = nullptr;      // which of them each row is, -1 = none; nullptr: no row is given
+  const int32_t* rope_positions = nullptr;   // of the step: [3, rope_stride]; nullptr: as positions
+  int64_t rope_stride = 0;
+  const int32_t* logits_indices = nullptr;  // of the step: the row of each row of logits
+  const int64_t* slots = nullptr;           // KV slot of each row
+  const float* embeds = nullptr;            // of the step: rows that are given
+  const int32_t* embed_index = nullptr;     // which of them each row is, -1 = none; nullptr: no row is given
   std::vector<RequestRows> requests;
   std::vector<RequestRows> logit_requests;  // rows of logits, likewise
   std::vector<Gather> gathers;

@@ -105,7 +105,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     output, as ``(start, count)`` relative to ``offset``, ascending (None = all). ``identifier`` is
     the key of its encoder output. ``data`` is what the encoder takes (of an image: pixels,
     ``[num_tiles, num_patches, patch_dim]`` u8), or None when the receiver already caches it under
-    ``mm_hash``.
+    ``mm_hash``. ``grid``: rows and columns that its embedding rows count their positions by.
     """
 
     modality: str
@@ -115,6 +115,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     data: Any = None
     mm_hash: str | None = None
     embed_runs: list[tuple[int, int]] | None = None
+    grid: tuple[int, int] | None = None
 
     @property
     def num_embeds(self) -> int:

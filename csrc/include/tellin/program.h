@@ -45,6 +45,8 @@ struct StepInput {
   int64_t num_embeds = 0;
   int64_t embed_width = 0;
   const int32_t* token_types = nullptr;  // [num_tokens]; nullptr = all 0
+  // [3, num_tokens], what rotary tables with axes turn by; nullptr = positions, three times
+  const int32_t* rope_positions = nullptr;
   const int32_t* state_slots = nullptr;  // [num_requests]; needed if the plan has recurrences
   const int32_t* state_saves = nullptr;  // [num_saves, 3]: request, number of tokens, slot
   int64_t num_saves = 0;
@@ -133,7 +135,8 @@ class Program {
   int add_vector(const TensorView& tensor, float offset);  // float32 copy of a norm weight or bias
   int add_kv_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim);
   int add_state_layer(int64_t num_values);
-  int add_rotary(std::vector<double> frequencies, float attention_factor);
+  // `axes`: which of a row's three positions each frequency turns by; empty: the one of the cache.
+  int add_rotary(std::vector<double> frequencies, float attention_factor, std::vector<int32_t> axes = {});
 
   // rest_is_first: ids behind the table take its row 0.
   void embed(const TensorView& table, int out, float scale, bool rest_is_first = false);

@@ -279,8 +279,9 @@ class InputProcessor:
         for modality, items in mm_items.items():
             none: list[None] = [None] * len(items["data"])
             runs = items.get("embed_runs") or none
-            for data, item_hash, (offset, length), embed_runs in zip(
-                items["data"], items["hashes"], items["placeholders"], runs, strict=True
+            grids = items.get("grids") or none
+            for data, item_hash, (offset, length), embed_runs, grid in zip(
+                items["data"], items["hashes"], items["placeholders"], runs, grids, strict=True
             ):
                 if not isinstance(item_hash, str):
                     raise InvalidTypeError(
@@ -290,7 +291,7 @@ class InputProcessor:
                         value=item_hash,
                     )
                 feature = MultiModalFeature(
-                    modality, item_hash, offset, length, data, item_hash, embed_runs
+                    modality, item_hash, offset, length, data, item_hash, embed_runs, grid
                 )
                 self._check_size(feature)
                 features.append(feature)

@@ -71,6 +71,8 @@ class MultiModalItems(TypedDict):
     """``(offset, length)`` in prompt tokens."""
     embed_runs: NotRequired[list[list[tuple[int, int]]]]
     """Of each item: which positions of its span take rows (`tellin.protocol.MultiModalFeature`)."""
+    grids: NotRequired[list[tuple[int, int] | None]]
+    """Of each item: rows and columns of its rows, where positions count by them."""
 
 
 class RenderedPrompt(TypedDict, total=False):

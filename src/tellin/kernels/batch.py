@@ -46,3 +46,5 @@ class StepBatch:
     at position ``num_tokens - 1``, which is one of the step's, is written to that slot as well.
     Slots are all different, and none of ``state_slots``.
     """
+    rope_positions: npt.NDArray[np.int32] | None = None
+    """``[3, T]`` what rotary tables with axes turn by; None = three times ``positions``."""

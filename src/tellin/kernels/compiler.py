@@ -126,7 +126,11 @@ class Compiler:
     def _rotary(self, op: ir.Op, table: ir.RotaryTable) -> int:
         if table not in self.rotaries:
             rotary: int = self._call(
-                op, self.program.add_rotary, list(table.inv_freq), table.attention_factor
+                op,
+                self.program.add_rotary,
+                list(table.inv_freq),
+                table.attention_factor,
+                list(table.axes),
             )
             self.rotaries[table] = rotary
         return self.rotaries[table]

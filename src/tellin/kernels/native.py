@@ -254,6 +254,7 @@ class NativeBackend:
             batch.token_types,
             batch.state_slots,
             batch.state_saves,
+            batch.rope_positions,
         )
 
     def hidden(self) -> npt.NDArray[np.float32]:

@@ -298,8 +298,11 @@ class ReferenceBackend:
         x = self._get(op.x)
         heads = x.reshape(len(x), op.num_heads, op.head_dim)
         half, at = len(op.table.inv_freq), op.offset
-        positions = self._step().positions[self._tokens_of(op.x)]
-        angles = positions[:, None].astype(np.float64) * np.array(op.table.inv_freq)
+        step, tokens = self._step(), self._tokens_of(op.x)
+        positions = step.positions[tokens][:, None]
+        if op.table.axes and step.rope_positions is not None:
+            positions = step.rope_positions[:, tokens][list(op.table.axes)].T
+        angles = positions.astype(np.float64) * np.array(op.table.inv_freq)
         cos = (np.cos(angles) * op.table.attention_factor).astype(np.float32)[:, None, :]
         sin = (np.sin(angles) * op.table.attention_factor).astype(np.float32)[:, None, :]
         if op.interleaved:

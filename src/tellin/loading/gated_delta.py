@@ -116,7 +116,21 @@ def linear_attention_from_config(config: TypedMapping, hparams: ModelHParams) ->
         value_head_dim=sizes["linear_value_head_dim"],
         conv_kernel=sizes["linear_conv_kernel_dim"],
     )
-    return _checked(config.path, replace(hparams, norm_weight_offset=1.0), linear, kinds)
+    hparams = replace(hparams, norm_weight_offset=1.0, mrope_section=_mrope(config, hparams))
+    return _checked(config.path, hparams, linear, kinds)
+
+
+def _mrope(config: TypedMapping, hparams: ModelHParams) -> tuple[int, ...]:
+    if hparams.architecture not in _TILED:
+        return ()
+    rope = config.get_mapping("rope_parameters") if config.has("rope_parameters") else config
+    if rope.has("mrope_section"):
+        section = tuple(int(n) for n in rope.get_numbers("mrope_section").tolist())
+    else:
+        section = (11, 11, 10)
+    if len(section) != 3 or min(section) < 0:
+        raise ModelLoadError(f"{config.path}: mrope_section is {section}; it must be three sizes")
+    return section
 
 
 def linear_attention_from_gguf(metadata: TypedMapping, hparams: ModelHParams) -> ModelHParams:

@@ -41,6 +41,8 @@ class ProcessedImage:
     """What stands for the picture in a prompt: marks, and a placeholder for each embedding row."""
     num_embeds: int
     """Placeholders in ``prompt``: rows that the encoder makes."""
+    grid: tuple[int, int] | None = None
+    """Rows and columns of them, for a model that counts its positions in two dimensions."""
 
     @property
     def pixels(self) -> npt.NDArray[np.float32]:
@@ -79,8 +81,8 @@ class ImageProcessor(Protocol):
 
 
 _OPTIONS = (
-    "do_image_splitting", "image_mean", "image_std", "max_image_size", "resample", "rescale_factor",
-    "size",
+    "do_image_splitting", "image_mean", "image_std", "max_image_size", "max_pixels", "min_pixels",
+    "resample", "rescale_factor", "size",
 )  # fmt: skip
 """Settings that a user may change."""
 
@@ -102,6 +104,7 @@ def load_image_processor(
         UnsupportedModelError: it wants its pictures prepared in a way that does not run here.
     """
     from tellin.loading.image_crop import CroppedImageProcessor
+    from tellin.loading.image_grid import GridImageProcessor
     from tellin.loading.image_tiles import TiledImageProcessor
 
     found = find_vision(path, mmproj)
@@ -112,6 +115,8 @@ def load_image_processor(
         settings = _read_settings(found.path)
     if options:
         settings = _changed(settings, options)
+    if hparams.takes_grids:
+        return GridImageProcessor(hparams, settings)
     if hparams.has_class_row:
         return CroppedImageProcessor(hparams, settings)
     return TiledImageProcessor(hparams, settings)

@@ -296,3 +296,5 @@ class ModelHParams:
     expert_top_groups: int = 1
     classifier_act: str = "tanh"
     """Of an encoder's classifier, behind its dense layer: tanh, or as ``hidden_act``."""
+    mrope_section: tuple[int, ...] = ()
+    """Frequencies that turn by time, height and width, interleaved (Qwen3.5); empty: no such."""

@@ -34,6 +34,7 @@ from tellin.loading.vision_gguf import (
     mmproj_files,
 )
 from tellin.loading.vision_hparams import VisionHParams, vision_hparams
+from tellin.loading.vision_qwen import Float32Array, canonical_qwen_name, prepare_grid_tower
 
 logger = logging.getLogger("tellin.loading")
 
@@ -69,6 +70,8 @@ class EncoderPart:
 class VisionSource:
     """An opened image encoder: ``hparams``, and ``tower`` and ``projector`` to record plans from.
 
+    ``position_table`` is what `VisionHParams.takes_grids` asks for, else None.
+
     `close` lets go of the files; tensors that are still held stay valid.
     """
 
@@ -85,7 +88,13 @@ class VisionSource:
         is_projector = re.compile(r"projector_\d\.")
         tower = {k: v for k, v in tensors.items() if not is_projector.match(k)}
         projector = {k: v for k, v in tensors.items() if is_projector.match(k)}
-        self.tower = EncoderPart(path, hparams.tower, self._prepared(tower))
+        self.position_table: Float32Array | None = None
+        if hparams.takes_grids:
+            grid = prepare_grid_tower(path, tower, hparams)
+            tower, self.position_table = grid.tensors, grid.position_table
+        else:
+            tower = self._prepared(tower)
+        self.tower = EncoderPart(path, hparams.tower, tower)
         act = hparams.projector_act or hparams.tower.hidden_act
         self.projector = EncoderPart(
             path,
@@ -215,7 +224,8 @@ def open_vision(path: Path, mmproj: Path | None = None) -> VisionSource | None:
     try:
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         if found.path.is_dir():
-            tensors = {_canonical(name): tensor for name, tensor in tensors.items()}
+            canonical = canonical_qwen_name if found.hparams.takes_grids else _canonical
+            tensors = {canonical(name): tensor for name, tensor in tensors.items()}
         else:
             tensors = canonical_gguf_vision(tensors, found.hparams)
         return VisionSource(found.path, found.hparams, tensors, files)

@@ -1,13 +1,15 @@
 """Dimensions of a model's image encoder, from the ``config.json`` of its folder.
 
-Covers SmolVLM, SmolVLM2 and Idefics3 (a SigLIP tower, groups of patches, one matrix) and LLaVA-1.5
-(a CLIP tower, two matrices). It knows no tensors and no pixels.
+Covers SmolVLM, SmolVLM2 and Idefics3 (a SigLIP tower, groups of patches, one matrix), LLaVA-1.5
+(a CLIP tower, two matrices) and Qwen3.5 (pictures of any shape, two matrices). It knows no tensors
+and no pixels.
 
 Source: the configuration classes' documented fields and defaults (transformers 5.24).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
@@ -17,7 +19,9 @@ from tellin.loading.typed_mapping import TypedMapping
 
 TILED_MODELS = ("idefics3", "smolvlm")
 """``model_type`` of models that cut a picture into tiles."""
-VISION_MODELS = (*TILED_MODELS, "llava")
+GRID_MODELS = ("qwen3_5", "qwen3_5_moe")
+"""``model_type`` of models whose pictures keep their shape."""
+VISION_MODELS = (*TILED_MODELS, "llava", *GRID_MODELS)
 """``model_type`` of all models with an image encoder that runs here."""
 
 _ACTIVATIONS = {
@@ -27,6 +31,7 @@ _ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
 }
 _MAX_PATCHES = 1 << 14
+_DEEPSTACK = "deepstack_visual_indexes"
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,10 @@ class VisionHParams:
     """Between the two matrices of the projector; None: there is one matrix."""
     text_hidden_size: int
     image_token_id: int
+    num_frames: int = 1
+    """Frames of a film that a patch spans; a picture is as many equal ones."""
+    takes_grids: bool = False
+    """A picture is one tile of any shape, whose patches turn by row and column (Qwen3.5)."""
 
     @property
     def patch_dim(self) -> int:
@@ -78,10 +87,12 @@ def vision_hparams(config: TypedMapping, text: ModelHParams) -> VisionHParams | 
     vision = config.get_mapping("vision_config")
     if model_type in TILED_MODELS:
         hparams = _tiled(config, vision, text)
+    elif model_type in GRID_MODELS:
+        hparams = _grid(config, vision, text)
     else:
         hparams = _llava(config, vision, text)
     check_hparams(config.path, hparams.tower)
-    if hparams.table_side % hparams.group_side and model_type not in TILED_MODELS:
+    if hparams.table_side % hparams.group_side and model_type == "llava":
         raise ModelLoadError(f"{config.path}: patches do not form whole groups")
     if not 0 <= hparams.image_token_id < text.vocab_size:
         raise ModelLoadError(
@@ -145,6 +156,56 @@ def _llava(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> Vi
         image_token_id=config.get_int(
             "image_token_index", config.get_int("image_token_id", 32_000)
         ),
+    )
+
+
+def _grid(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> VisionHParams:
+    if vision.has("deepstack_visual_indexes") and len(vision.get_numbers(_DEEPSTACK)):
+        raise UnsupportedModelError(
+            f"{config.path}: {_DEEPSTACK} of the image encoder is not empty, which is not "
+            "supported; limit_mm_per_prompt={'image': 0} runs the text model"
+        )
+    num_rows = vision.get_int("num_position_embeddings", 2304)
+    side = math.isqrt(max(num_rows, 0))
+    values = {
+        "patch_size": vision.get_int("patch_size", 16),
+        "spatial_merge_size": vision.get_int("spatial_merge_size", 2),
+        "temporal_patch_size": vision.get_int("temporal_patch_size", 2),
+    }
+    if side < 1 or side**2 != num_rows or not all(1 <= v <= 64 for v in values.values()):
+        raise ModelLoadError(
+            f"{config.path}: vision_config has num_position_embeddings {num_rows}, "
+            f"which must be a square, and {values}"
+        )
+    hidden = vision.get_int("hidden_size", 1152)
+    own = {
+        "hidden_size": hidden,
+        "num_attention_heads": vision.get_int("num_heads", 16),
+        "num_hidden_layers": vision.get_int("depth", 27),
+        "intermediate_size": vision.get_int("intermediate_size", 4304),
+        "hidden_act": vision.get_str("hidden_act", "gelu_pytorch_tanh"),
+    }
+    tower = _tower(TypedMapping(config.path, own), "qwen", num_rows, hidden, "gelu", 1e-6)
+    rope = vision.get_mapping("rope_parameters") if vision.has("rope_parameters") else vision
+    kind = rope.get_str("rope_type", "axial")
+    if kind != "axial" or tower.head_dim % 4:
+        raise UnsupportedModelError(
+            f"{config.path}: an image encoder with rope_type {kind!r} "
+            f"and heads of {tower.head_dim} is not supported; supported is axial, in fours"
+        )
+    return VisionHParams(
+        tower=replace(tower, rope_theta=rope.get_float("rope_theta", 10000.0)),
+        patch_size=values["patch_size"],
+        num_channels=vision.get_int("in_channels", 3),
+        table_side=side,
+        group_side=values["spatial_merge_size"],
+        has_class_row=False,
+        keeps_class_row=False,
+        projector_act="gelu",
+        text_hidden_size=text.hidden_size,
+        image_token_id=config.get_int("image_token_id", 248_056),
+        num_frames=values["temporal_patch_size"],
+        takes_grids=True,
     )
 
 

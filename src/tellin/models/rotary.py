@@ -51,7 +51,21 @@ def rotary_table(hparams: ModelHParams, max_model_len: int | None = None) -> Rot
             f"rope scaling {scaling.kind!r} is not supported; "
             "supported are none, linear, llama3, yarn, longrope"
         )
-    return RotaryTable(tuple(frequencies.tolist()), factor)
+    axes = mrope_axes(hparams.mrope_section, len(frequencies)) if hparams.mrope_section else ()
+    return RotaryTable(tuple(frequencies.tolist()), factor, axes)
+
+
+def mrope_axes(section: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """Which position each of ``count`` frequencies turns by: time, height and width in turn.
+
+    ``section`` has how many frequencies height and width get; the others are time's.
+    Source: Bai et al. 2025 (Qwen3-VL), section 2.1 (interleaved M-RoPE).
+    """
+    axes = [0] * count
+    for axis in (1, 2):
+        for i in range(axis, min(3 * section[axis], count), 3):
+            axes[i] = axis
+    return tuple(axes)
 
 
 def local_rotary_table(hparams: ModelHParams) -> RotaryTable:

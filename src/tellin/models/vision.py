@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from tellin.exceptions import ModelLoadError
 from tellin.models.plan.builder import PlanBuilder
-from tellin.models.plan.ir import Buffer, Plan
+from tellin.models.plan.ir import Buffer, Plan, RotaryTable
 from tellin.models.plan.passes import optimize
+from tellin.models.rotary import base_frequencies
 
 if TYPE_CHECKING:
     from tellin.loading.vision import VisionSource
+    from tellin.loading.vision_hparams import VisionHParams
 
 
 def build_vision_plans(source: VisionSource, *, fuse: bool = True) -> tuple[Plan, Plan]:
@@ -30,21 +32,35 @@ def build_vision_plans(source: VisionSource, *, fuse: bool = True) -> tuple[Plan
         ModelLoadError: a tensor is missing or has the wrong shape.
         UnsupportedModelError: there are tensors that this encoder does not use.
     """
-    tower = _record_tower(PlanBuilder(source.tower), source.hparams.patch_dim)
+    hp = source.hparams
+    tower = _record_tower(PlanBuilder(source.tower), hp.patch_dim, _axial(hp))
     projector = _record_projector(PlanBuilder(source.projector), source)
     projector = replace(projector, architecture="projector")
     return (optimize(tower), optimize(projector)) if fuse else (tower, projector)
 
 
-def _record_tower(b: PlanBuilder, patch_dim: int) -> Plan:
+def _axial(hp: VisionHParams) -> RotaryTable | None:
+    """Half of a head's pairs turn by the patch's row, half by its column, alike."""
+    if not hp.takes_grids:
+        return None
+    half = hp.tower.head_dim // 2
+    frequencies = tuple(base_frequencies(half, hp.tower.rope_theta).tolist())
+    count = len(frequencies)
+    return RotaryTable(frequencies * 2, axes=(1,) * count + (2,) * count)
+
+
+def _record_tower(b: PlanBuilder, patch_dim: int, rope: RotaryTable | None) -> Plan:
     is_clip = b.hparams.architecture == "clip"
-    patches = b.linear(b.input(patch_dim), "patch_embed", bias=not is_clip)
-    x = b.add_position_embedding(patches, "embed_positions")
+    if rope is None:
+        patches = b.linear(b.input(patch_dim), "patch_embed", bias=not is_clip)
+        x = b.add_position_embedding(patches, "embed_positions")
+    else:  # a row is a patch and what its position adds
+        x = b.linear(b.input(patch_dim + b.hparams.hidden_size), "patch_embed", bias=True)
     if is_clip:
         x = b.layer_norm(x, "pre_layernorm")
     for i in range(b.hparams.num_hidden_layers):
         h = b.layer_norm(x, f"layers.{i}.input_layernorm")
-        x = b.add(x, _attention(b, h, f"layers.{i}.self_attn"))
+        x = b.add(x, _attention(b, h, f"layers.{i}.self_attn", rope))
         h = b.layer_norm(x, f"layers.{i}.post_attention_layernorm")
         x = b.add(x, _mlp(b, h, f"layers.{i}.mlp"))
     if is_clip:
@@ -54,10 +70,12 @@ def _record_tower(b: PlanBuilder, patch_dim: int) -> Plan:
     return b.finish(x, hidden=x)
 
 
-def _attention(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+def _attention(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable | None) -> Buffer:
     q = b.linear(x, f"{name}.q_proj", bias=True)
     k = b.linear(x, f"{name}.k_proj", bias=True)
     v = b.linear(x, f"{name}.v_proj", bias=True)
+    if rope is not None:
+        q, k = b.rope(q, rope), b.rope(k, rope)
     out = b.attention(q, k, v, name=name, causal=False)
     return b.linear(out, f"{name}.o_proj", bias=True)
 

@@ -8,6 +8,7 @@ same bits whatever is encoded with it.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 Float32Array = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.float32] | npt.NDArray[np.uint8]
+
+Grid = tuple[int, int]
 
 _ROWS_PER_PASS = 2048
 """Rows of the tower that are in memory at a time, unless a tile has more."""
@@ -52,6 +55,7 @@ class ImageEncoder:
         self._pixel_table = pixel_table
         tower, projector = build_vision_plans(source)
         self.hparams: VisionHParams = source.hparams
+        self._position_table = source.position_table
         self._tower: Backend = backend(tower, **options)
         self._projector: Backend = backend(projector, **options)
         source.release_pages()
@@ -61,12 +65,13 @@ class ImageEncoder:
         """Bytes of packed weights."""
         return sum(int(b.info["weight_bytes"]) for b in (self._tower, self._projector))
 
-    def encode(self, pixels: Pixels) -> Float32Array:
+    def encode(self, pixels: Pixels, grid: Grid | None = None) -> Float32Array:
         """Encode the tiles of a picture, or of several.
 
         Args:
             pixels: ``[num_tiles, num_patches, patch_dim]``: floats, or bytes that the table
                 explains; see `tellin.loading.images.ProcessedImage`.
+            grid: rows and columns of the result, for an encoder that takes tiles of any shape.
 
         Returns:
             ``[num_tiles * rows of a tile, hidden size of the text model]``.
@@ -74,7 +79,9 @@ class ImageEncoder:
         Raises:
             EngineError: the pixels have another shape than this encoder takes.
         """
-        self.check(pixels)
+        self.check(pixels, grid)
+        if grid is not None:
+            return self._encode_grid(self._floats(pixels)[0], grid)
         positions = tile_positions(self.hparams, _side(pixels))
         per_pass = max(1, _ROWS_PER_PASS // len(positions))
         parts = [
@@ -93,15 +100,26 @@ class ImageEncoder:
 
     def rows_per_tile(self, pixels: Pixels) -> int:
         """Rows that `encode` makes of each tile."""
+        if self.hparams.takes_grids:
+            return int(pixels.shape[1]) // self.hparams.group_side**2
         return self.hparams.embeds_per_tile(_side(pixels))
 
-    def check(self, pixels: Pixels) -> None:
+    def check(self, pixels: Pixels, grid: Grid | None = None) -> None:
         """Refuse pixels that `encode` cannot take.
 
         Raises:
             EngineError: they have another shape than this encoder takes.
         """
         hp = self.hparams
+        if hp.takes_grids or grid is not None:
+            rows, columns = grid or (0, 0)
+            wanted = (1, rows * columns * hp.group_side**2, hp.patch_dim)
+            if not hp.takes_grids or min(rows, columns) < 1 or pixels.shape != wanted:
+                raise EngineError(
+                    f"pixels have shape {pixels.shape} and a grid of {grid}, which this image "
+                    "encoder does not take"
+                )
+            return
         side = _side(pixels) if pixels.ndim == 3 else 0
         if pixels.ndim != 3 or pixels.shape[2] != hp.patch_dim or pixels.shape[1] != side**2:
             raise EngineError(
@@ -134,6 +152,49 @@ class ImageEncoder:
         order = np.arange(count, dtype=np.int32)
         step = _given(groups, order, np.array([0, count], np.int32))
         return np.array(self._projector.forward(step))
+
+    def _encode_grid(self, pixels: Float32Array, grid: Grid) -> Float32Array:
+        """A tile ``[num_patches, patch_dim]`` of any shape."""
+        hp = self.hparams
+        if self._position_table is None:
+            raise EngineError("the image encoder has no table of positions")
+        group = hp.group_side
+        coordinates = grid_coordinates(grid, group)
+        shape = grid[0] * group, grid[1] * group
+        rows = np.concatenate([pixels, stretch(self._position_table, coordinates, shape)], axis=1)
+        count = len(rows)
+        order, starts = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
+        turned = np.stack([order, *coordinates.T]).astype(np.int32)
+        step = replace(_given(rows, order, starts), rope_positions=turned)
+        states = np.ascontiguousarray(self._tower.forward(step))
+        groups = states.reshape(-1, hp.tower.hidden_size * group**2)
+        starts = np.array([0, len(groups)], np.int32)
+        return np.array(self._projector.forward(_given(groups, order[: len(groups)], starts)))
+
+
+def grid_coordinates(grid: Grid, group: int) -> npt.NDArray[np.int32]:
+    """``[num_patches, 2]`` row and column of every patch, group by group."""
+    square = np.indices((grid[0] * group, grid[1] * group), np.int32)
+    blocks = square.reshape(2, grid[0], group, grid[1], group).transpose(1, 3, 2, 4, 0)
+    return np.ascontiguousarray(blocks).reshape(-1, 2)
+
+
+def stretch(
+    table: Float32Array, coordinates: npt.NDArray[np.int32], shape: tuple[int, int]
+) -> Float32Array:
+    """Rows of a square ``table`` ``[side, side, width]`` laid over ``shape``, corner on corner.
+
+    Between its places it is interpolated linearly.
+    """
+    last = table.shape[0] - 1
+    at = coordinates * (np.float32(last) / np.maximum(np.array(shape, np.float32) - 1, 1))
+    low = np.minimum(at.astype(np.int32), last)
+    high = np.minimum(low + 1, last)
+    (y, x), (up, right) = (at - low).astype(np.float32).T[:, :, None], high.T
+    bottom, left = low.T
+    near = table[bottom, left] * (1 - x) + table[bottom, right] * x
+    far = table[up, left] * (1 - x) + table[up, right] * x
+    return np.asarray(near * (1 - y) + far * y, np.float32)
 
 
 def _side(pixels: Pixels) -> int:

@@ -110,7 +110,7 @@ class ImageInputs:
         encoder = self._live()
         if feature.data is None:
             raise EngineError("its pixels did not come with it")
-        encoder.check(feature.data)
+        encoder.check(feature.data, feature.grid)
         per_tile = encoder.rows_per_tile(feature.data)
         count = len(feature.data) * per_tile
         if count != feature.num_embeds:
@@ -132,7 +132,9 @@ class ImageInputs:
         if missing:
             low, high = missing[0], missing[-1] + 1
             begin = time.monotonic_ns()
-            output.rows[low * size : high * size] = self._live().encode(feature.data[low:high])
+            output.rows[low * size : high * size] = self._live().encode(
+                feature.data[low:high], feature.grid
+            )
             if self._spans is not None:
                 took = time.monotonic_ns() - begin
                 self._spans.append(Span(ENCODE_IMAGES, MAIN_THREAD, begin, took))

@@ -34,6 +34,7 @@ from tellin.worker.logits_processors import LogitsProcessors
 from tellin.worker.lora import AdapterBackend, LoRAManager
 from tellin.worker.pooler import Pooler, PoolRows, token_types
 from tellin.worker.prompt_logprobs import ProcessedRows, PromptLogprobs, PromptRows
+from tellin.worker.rope_positions import has_grids, with_rope
 from tellin.worker.spec_decode import make_drafter
 from tellin.worker.steady_decode import SteadyDecode
 from tellin.worker.step_inputs import StepInputs, build_inputs, build_step, with_saves
@@ -275,7 +276,7 @@ class ModelRunner:
             inputs.step = with_saves(inputs.step, batch.rows, step.state_saves)
         if not states:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
-        inputs.step = with_given(inputs.step, given)
+        inputs.step = with_rope(with_given(inputs.step, given), states, computed, counts)
         if pooling and self._has_token_types:
             types = token_types([state.pooling_params for state in states], computed, counts)
             inputs.step = replace(inputs.step, token_types=types)
@@ -375,6 +376,7 @@ class ModelRunner:
         if scheduled.state_saves:
             step = with_saves(step, {state.req_id: 0}, scheduled.state_saves)
         step = with_given(step, self.given.gather([state], starts, counts, self.backend))
+        step = with_rope(step, [state], starts, counts)
         self._fill(rows, self.backend.forward(step), 0)
 
     def _fill(self, rows: PromptRows, logits: Float32Array, first: int) -> None:
@@ -448,6 +450,7 @@ class ModelRunner:
             or output.logprobs is not None
             or not 0 < batch.num_rows == len(inputs.sample_rows)
             or batch.has_drafts
+            or has_grids(batch.row_states)
         ):
             return
         req_ids = [data.req_id for data in step.scheduled_cached_reqs]

@@ -48,10 +48,13 @@ class RotaryTable:
 
     ``inv_freq`` holds rope_dim / 2 angular frequencies (radians per position), scaling applied;
     ``attention_factor`` multiplies sine and cosine (1 for most models, yarn and longrope differ).
+    ``axes``: by frequency, which of a row's three `StepBatch.rope_positions` it turns by (time,
+    height, width); empty: all turn by its position.
     """
 
     inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
+    axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
