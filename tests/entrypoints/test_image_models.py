@@ -60,7 +60,7 @@ def test_a_step_encodes_one_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     sizes: list[int] = []
     encode = ImageEncoder.encode
 
-    def counted(self: ImageEncoder, pixels: np.ndarray) -> np.ndarray:
+    def counted(self: ImageEncoder, pixels: np.ndarray, grid: None) -> np.ndarray:
         sizes.append(len(pixels))
         return encode(self, pixels)
 

@@ -136,7 +136,7 @@ def test_a_tile_is_encoded_when_it_is_due(worker: Worker, monkeypatch: pytest.Mo
     assert encoder is not None
     encode, sizes = encoder.encode, []
 
-    def counted(pixels: np.ndarray) -> np.ndarray:
+    def counted(pixels: np.ndarray, grid: None) -> np.ndarray:
         sizes.append(len(pixels))
         return encode(pixels)
 
