@@ -249,12 +249,14 @@ def test_like_transformers(qwen: Path, kind: Any) -> None:
 
 
 @pytest.mark.slow
-def test_texts_like_transformers(qwen: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen35", "qwen35moe"])
+def test_texts_like_transformers(tmp_path: Path, case: str) -> None:
     """Greedy ids of a whole engine, which goes on counting behind the pictures."""
     import torch
     from transformers import AutoModelForImageTextToText
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+    qwen = write_qwen(tmp_path / "model", case)
     prompt = {"prompt": f"{PAD} and {PAD}?", "multi_modal_data": {"image": [WIDE, TALL]}}
     params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     options = {"activation_precision": "float32", "kv_cache_dtype": "float32"}

@@ -14,8 +14,8 @@ WIDTH, INNER, DEPTH, PATCH, SIDE = 32, 48, 2, 4, 4
 IMAGE_TOKEN_ID = vision.IMAGE_TOKEN_ID
 
 
-def write_qwen(folder: Path) -> Path:
-    """Patches of 4 pixels, 2 x 2 of which make a row for the text model."""
+def write_qwen(folder: Path, case: str = "qwen35") -> Path:
+    """Patches of 4 pixels, 2 x 2 of which make a row for the text model, ``case``."""
     random = np.random.RandomState(5)
     shapes: dict[str, tuple[int, ...]] = {
         "patch_embed.proj.weight": (WIDTH, 3, 2, PATCH, PATCH),
@@ -34,7 +34,7 @@ def write_qwen(folder: Path) -> Path:
         shapes |= {f"{name}.weight": (WIDTH,), f"{name}.bias": (WIDTH,)}
     arrays = {
         name.replace("model.", "model.language_model.", 1): values
-        for name, values in gated_delta.checkpoint_arrays("qwen35", vision.VOCAB).items()
+        for name, values in gated_delta.checkpoint_arrays(case, vision.VOCAB).items()
     }
     for name, shape in shapes.items():
         values = random.standard_normal(shape)
@@ -44,13 +44,11 @@ def write_qwen(folder: Path) -> Path:
             values = 0.2 * values + (1 if "norm" in name and name.endswith("weight") else 0)
         arrays[f"model.visual.{name}"] = values.astype(np.float32)
     config = {
-        "architectures": ["Qwen3_5ForConditionalGeneration"],
-        "model_type": "qwen3_5",
+        "model_type": gated_delta.CASES[case].removesuffix("_text"),
         "image_token_id": IMAGE_TOKEN_ID,
         "tie_word_embeddings": False,
-        "text_config": gated_delta.config("qwen35", vision.VOCAB),
+        "text_config": gated_delta.config(case, vision.VOCAB),
         "vision_config": {
-            "model_type": "qwen3_5",
             "depth": DEPTH,
             "hidden_size": WIDTH,
             "intermediate_size": INNER,
