@@ -1,4 +1,4 @@
-"""The NEON kernels, run under an emulator: their results are AVX2's, bit for bit.
+"""The NEON kernels, run under an emulator: those of linear layers give AVX2's results, bit for bit.
 
 Needs the compilers ``g++`` and ``aarch64-linux-gnu-g++`` and ``qemu-aarch64`` (Debian:
 g++-aarch64-linux-gnu, qemu-user) and an x86-64 processor with AVX2.
@@ -54,3 +54,27 @@ def test_neon_rounds_as_avx2_does(tmp_path: Path) -> None:
     assert expected.count("\n") == 42
     assert "DIFFERS" not in expected
     assert actual.splitlines() == expected.splitlines()
+
+
+@pytest.mark.slow
+def test_neon_rows_attention_and_recurrences(tmp_path: Path) -> None:
+    """Double precision agrees, and no bit depends on how rows are grouped (promise 1)."""
+    tools = ("aarch64-linux-gnu-g++", "qemu-aarch64")
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    core = ("vector_dispatch", "mapped_memory", "kv_pool", "cpuid", "commit_ahead")
+    sources = [
+        *(
+            f"csrc/kernels/{isa}/{name}.cpp"
+            for isa in ("portable", "neon")
+            for name in ("vec", "attention", "recurrent")
+        ),
+        *(f"csrc/core/{name}.cpp" for name in (*core, "available_memory")),
+        "tests/kernels/cross/vector_check.cpp",
+    ]
+    binary = str(tmp_path / "vector_check")
+    compiler = [tools[0], *FLAGS, "-Icsrc/kernels", *NEON, "-DTELLIN_HAVE_NEON=1", "-static"]
+    subprocess.run([*compiler, *sources, "-o", binary], cwd=ROOT, check=True)
+    run = subprocess.run([tools[1], binary, "neon"], check=False, capture_output=True, text=True)
+    assert run.stdout == "ok neon\n"

@@ -1,6 +1,8 @@
-// Checks the row and attention kernels of the variant named on the command line against double precision, and
-// that blocking does not change a bit. Needs nothing but the kernels, so it also runs under an emulator:
+// Checks the row, attention and recurrence kernels of the variant named on the command line against double
+// precision, and that blocking does not change a bit. Needs nothing but the kernels, so it also runs under an
+// emulator:
 //   aarch64-linux-gnu-g++ -static ... && qemu-aarch64 ./vector_check neon
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -21,10 +23,10 @@ void expect(bool ok, const char* what, double value) {
   ++failures;
 }
 
-uint32_t state = 1;
+uint32_t random_state = 1;
 float random_float(float scale) {
-  state = state * 1664525u + 1013904223u;
-  return scale * static_cast<float>(static_cast<int32_t>(state)) / 2147483648.0f;
+  random_state = random_state * 1664525u + 1013904223u;
+  return scale * static_cast<float>(static_cast<int32_t>(random_state)) / 2147483648.0f;
 }
 
 std::vector<float> random_row(int64_t n, float scale) {
@@ -201,13 +203,128 @@ void check_attention(const AttentionKernels& k, KvDtype dtype, int64_t head_dim,
   }
 }
 
+double softplus(double x) {
+  return std::log1p(std::exp(x));
+}
+
+double sigmoid(double x) {
+  return 1 / (1 + std::exp(-x));
+}
+
+// Runs rows [begin, end) of a recurrence, and again in two calls: equal bits, and near `expected`.
+template <class Call>
+void expect_rows(const char* what, int64_t num_rows, int64_t num_state, const std::vector<double>& expected,
+                 Call call) {
+  std::vector<float> out(expected.size()), parts(expected.size());
+  std::vector<float> state(static_cast<size_t>(num_state)), parts_state(static_cast<size_t>(num_state));
+  call(0, num_rows, state.data(), out.data());
+  call(0, num_rows / 3, parts_state.data(), parts.data());
+  call(num_rows / 3, num_rows, parts_state.data(), parts.data());
+  const double error = worst(out, expected);
+  expect(error < 1e-5, what, error);
+  expect(std::memcmp(out.data(), parts.data(), out.size() * sizeof(float)) == 0, what, -1);
+  expect(std::memcmp(state.data(), parts_state.data(), state.size() * sizeof(float)) == 0, what, -2);
+}
+
+void check_conv(const RecurrentKernels& k, int64_t num_rows, int64_t columns, int64_t kernel) {
+  const std::vector<float> x = random_row(num_rows * columns, 1.0f), bias = random_row(columns, 0.5f),
+                           weight = random_row(kernel * columns, 1.0f);
+  std::vector<double> expected(x.size());
+  for (int64_t t = 0; t < num_rows; ++t) {
+    for (int64_t c = 0; c < columns; ++c) {
+      double value = static_cast<double>(bias[static_cast<size_t>(c)]);
+      for (int64_t j = std::max<int64_t>(0, kernel - 1 - t); j < kernel; ++j) {
+        value += static_cast<double>(weight[static_cast<size_t>(j * columns + c)]) *
+                 static_cast<double>(x[static_cast<size_t>((t - kernel + 1 + j) * columns + c)]);
+      }
+      expected[static_cast<size_t>(t * columns + c)] = value * sigmoid(value);
+    }
+  }
+  expect_rows(
+      "short_conv", num_rows, (kernel - 1) * columns, expected,
+      [&](int64_t begin, int64_t end, float* state, float* out) {
+        k.short_conv({x.data() + begin * columns, columns, out + begin * columns, columns, end - begin,
+                      columns, weight.data(), columns, kernel, bias.data(), true, Activation::kSilu, state});
+      });
+}
+
+void check_delta(const RecurrentKernels& k, int64_t num_rows, int64_t depth, int64_t columns) {
+  const std::vector<float> q = random_row(num_rows * depth, 1.0f), keys = random_row(num_rows * depth, 1.0f),
+                           v = random_row(num_rows * columns, 1.0f), a = random_row(num_rows, 2.0f),
+                           b = random_row(num_rows, 2.0f);
+  const float decay = -0.7f, bias = 0.3f;
+  std::vector<double> expected(v.size()), matrix(static_cast<size_t>(depth * columns));
+  for (int64_t t = 0; t < num_rows; ++t) {
+    double q_length = 1e-6, k_length = 1e-6;
+    const float *q_row = &q[static_cast<size_t>(t * depth)], *k_row = &keys[static_cast<size_t>(t * depth)];
+    for (int64_t d = 0; d < depth; ++d) {
+      q_length += static_cast<double>(q_row[d]) * q_row[d];
+      k_length += static_cast<double>(k_row[d]) * k_row[d];
+    }
+    const double keep = std::exp(static_cast<double>(decay) *
+                                 softplus(static_cast<double>(a[static_cast<size_t>(t)] + bias)));
+    for (int64_t c = 0; c < columns; ++c) {
+      double known = 0, out = 0;
+      const auto at = [&](int64_t d) { return static_cast<size_t>(d * columns + c); };
+      for (int64_t d = 0; d < depth; ++d) known += (matrix[at(d)] *= keep) * k_row[d] / std::sqrt(k_length);
+      const auto value = static_cast<size_t>(t * columns + c);
+      const double change =
+          sigmoid(static_cast<double>(b[static_cast<size_t>(t)])) * (static_cast<double>(v[value]) - known);
+      for (int64_t d = 0; d < depth; ++d) {
+        matrix[at(d)] += change * k_row[d] / std::sqrt(k_length);
+        out += matrix[at(d)] * q_row[d] / std::sqrt(q_length * static_cast<double>(depth));
+      }
+      expected[value] = out;
+    }
+  }
+  expect_rows(
+      "gated_delta", num_rows, depth * columns, expected,
+      [&](int64_t begin, int64_t end, float* state, float* out) {
+        k.gated_delta({q.data() + begin * depth, keys.data() + begin * depth, v.data() + begin * columns,
+                       a.data() + begin, b.data() + begin, depth, depth, columns, 1, 1, out + begin * columns,
+                       columns, end - begin, depth, columns, decay, bias, state});
+      });
+}
+
+void check_scan(const RecurrentKernels& k, int64_t num_rows, int64_t depth, int64_t columns) {
+  const std::vector<float> x = random_row(num_rows * columns, 1.0f), b = random_row(num_rows * depth, 1.0f),
+                           c = random_row(num_rows * depth, 1.0f), dt = random_row(num_rows, 2.0f);
+  const float decay = -0.9f, skip = 0.6f, bias = -0.2f, least = 0.05f, most = 1.5f;
+  std::vector<double> expected(x.size()), matrix(static_cast<size_t>(depth * columns));
+  for (int64_t t = 0; t < num_rows; ++t) {
+    const double step =
+        std::fmin(static_cast<double>(most),
+                  std::fmax(static_cast<double>(least),
+                            softplus(static_cast<double>(dt[static_cast<size_t>(t)] + bias))));
+    const double keep = std::exp(static_cast<double>(decay) * step);
+    for (int64_t i = 0; i < columns; ++i) {
+      const auto value = static_cast<size_t>(t * columns + i);
+      double out = static_cast<double>(skip) * x[value];
+      for (int64_t d = 0; d < depth; ++d) {
+        double& held = matrix[static_cast<size_t>(d * columns + i)];
+        held = keep * held + step * x[value] * b[static_cast<size_t>(t * depth + d)];
+        out += held * c[static_cast<size_t>(t * depth + d)];
+      }
+      expected[value] = out;
+    }
+  }
+  expect_rows(
+      "selective_scan", num_rows, depth * columns, expected,
+      [&](int64_t begin, int64_t end, float* state, float* out) {
+        k.selective_scan({x.data() + begin * columns, b.data() + begin * depth, c.data() + begin * depth,
+                          dt.data() + begin, columns, depth, depth, 1, out + begin * columns, columns,
+                          end - begin, depth, columns, decay, skip, bias, least, most, state});
+      });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   const char* isa = argc > 1 ? argv[1] : "portable";
   const VectorKernels* rows = vector_kernels(isa);
   const AttentionKernels* attention = attention_kernels(isa);
-  if (rows == nullptr || attention == nullptr) {
+  const RecurrentKernels* recurrent = recurrent_kernels(isa);
+  if (rows == nullptr || attention == nullptr || recurrent == nullptr) {
     std::fprintf(stderr, "no kernels for isa %s in this build\n", isa);
     return 2;
   }
@@ -215,6 +332,15 @@ int main(int argc, char** argv) {
   for (KvDtype dtype : {KvDtype::kFloat32, KvDtype::kFloat16, KvDtype::kInt16, KvDtype::kInt8}) {
     for (int64_t head_dim : {8, 24, 64, 128, 200}) {
       for (int64_t num_rows : {1, 3, 7, 20}) check_attention(*attention, dtype, head_dim, num_rows);
+    }
+  }
+  for (int64_t num_rows : {1, 5, 70}) {
+    for (int64_t columns : {3, 16, 64, 100}) {
+      for (int64_t kernel : {2, 3, 4, 7}) check_conv(*recurrent, num_rows, columns, kernel);
+      for (int64_t depth : {5, 16, 128}) {
+        check_delta(*recurrent, num_rows, depth, columns);
+        check_scan(*recurrent, num_rows, depth, columns);
+      }
     }
   }
   if (failures == 0) std::printf("ok %s\n", isa);
