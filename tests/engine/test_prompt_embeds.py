@@ -247,6 +247,12 @@ def npy(array: Any) -> bytes:
     return stream.getvalue()
 
 
+def npy_header(shape: str = "(5, 8)", descr: str = "'<f4'", more: str = "") -> bytes:
+    """A file whose header says what it likes, with the values of `ROWS`."""
+    head = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}{more}".encode()
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(head)) + head + ROWS.tobytes()
+
+
 def safetensors(array: Any, kind: str = "F32", **changes: Any) -> bytes:
     entry = {"dtype": kind, "shape": list(array.shape), "data_offsets": [0, array.nbytes]}
     head = json.dumps({"__metadata__": {}, "embeds": entry | changes}).encode()
@@ -263,6 +269,8 @@ def test_files_are_read() -> None:
     for data, expected in (
         (npy(ROWS), ROWS),
         (npy(np.asfortranarray(ROWS)), ROWS),
+        (npy(ROWS.astype(">f4")), ROWS),
+        (npy_header(more=", }  \n"), ROWS),
         (npy(ROWS.astype(np.float16)), ROWS.astype(np.float16)),
         (safetensors(ROWS), ROWS),
         (safetensors(upper, "BF16"), rounded),
@@ -296,6 +304,40 @@ def test_files_are_read() -> None:
 )
 def test_files_that_are_not_opened(data: bytes, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
+        read_base64(b64(data))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(
+            npy_header(shape, more="}")
+            for shape in ("(True, 40)", "(40.0,)", "(1,) * 40", "[[40]]")
+        ),
+        npy_header("(" + "1, " * 70 + "40)", more="}"),
+        npy_header(f"(0, {1 << 70})", more="}"),
+        npy_header("-" * 5000 + "40", more="}"),
+        npy_header("(" * 3000, more="}"),
+        npy_header(more=""),
+        npy_header(more=", []: 1}"),
+        npy_header(more=", b'x': 1}"),
+        npy_header(more=", 'x': '''"),
+        npy_header("(40,)", "'V0'", "}"),
+        npy_header("(40,)", "('<f4', (1,))", "}"),
+        npy_header("(40,)", "'(1, '", "}"),
+        npy_header("(40,)", "{'names': ['a'], 'formats': ['O']}", "}"),
+        npy(ROWS).replace(b"\x01\x00", b"\x04\x00", 1),
+        safetensors(ROWS, shape=[float("inf"), 8]),
+        safetensors(ROWS, shape=[5.0, 8]),
+        safetensors(ROWS, shape="58"),
+        safetensors(ROWS, shape=[1] * 100 + [40]),
+        safetensors(ROWS, data_offsets=[0.0, 160.0]),
+        safetensors(ROWS, data_offsets=[False, 160]),
+    ],
+)
+def test_whatever_a_file_says_the_answer_is_an_invalid_request(data: bytes) -> None:
+    """NumPy's reader leaks SyntaxError, TokenError, TypeError and RecursionError for some."""
+    with pytest.raises(InvalidParameterError, match="prompt_embeds: "):
         read_base64(b64(data))
 
 

@@ -8,12 +8,14 @@ the data: pickles are never opened.
 
 from __future__ import annotations
 
+import ast
 import base64
 import binascii
-import io
 import json
 import math
+import re
 import struct
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tellin.config import ModelConfig
@@ -33,6 +35,9 @@ _HOW = "[num_tokens, hidden_size] numbers: a NumPy array or a torch tensor"
 _SAFETENSORS_TYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _MAX_HEADER = 1 << 16
 """Longest header of a file: it names one array."""
+_MAX_DIMENSIONS, _MAX_EXTENT = 8, 1 << 40
+_NUMBERS = re.compile(r"[<>=|]?(b1|[iu][1248]|f[248]|c8|c16)")
+"""Types of NumPy whose meaning is plain; of these `prompt_rows` takes the floats."""
 
 
 def prompt_rows(
@@ -165,24 +170,54 @@ def read_base64(text: str) -> npt.NDArray[Any]:
 
 
 def _read_npy(data: bytes) -> npt.NDArray[Any]:
-    import numpy as np
-    from numpy.lib import format as npy
+    """A ``.npy`` file: version, size of the header, the header as a literal of Python, values.
 
-    stream = io.BytesIO(data)
+    Source: NumPy's documentation of the format (NEP 1). The header is read here, because NumPy's
+    reader lets many exceptions through when one is broken.
+    """
+    import numpy as np
+
     try:
-        version = npy.read_magic(stream)
-        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        shape, is_fortran, dtype = read(stream)
-    except ValueError as error:
+        size_bytes = {(1, 0): 2, (2, 0): 4, (3, 0): 4}.get((data[6], data[7]))
+        if size_bytes is None:
+            raise ValueError(f"its version is {data[6]}.{data[7]}; 1.0, 2.0 and 3.0 are read")
+        start = 8 + size_bytes + int.from_bytes(data[8 : 8 + size_bytes], "little")
+        if start > min(_MAX_HEADER, len(data)):
+            raise ValueError(f"its header is said to end at byte {start} of {len(data)}")
+        header = _literal(data[8 + size_bytes : start])
+        if not isinstance(header, dict) or set(header) != {"descr", "fortran_order", "shape"}:
+            raise ValueError("its header does not name descr, fortran_order and shape alone")
+        if not isinstance(header["fortran_order"], bool):
+            raise ValueError(f"its fortran_order is {header['fortran_order']!r:.60}")
+    except (IndexError, ValueError) as error:
         raise InvalidParameterError(
             f"prompt_embeds: broken .npy file: {error}", parameter=_NAME
         ) from None
-    if dtype.hasobject:
-        raise InvalidTypeError("prompt_embeds: a .npy file of Python objects", parameter=_NAME)
-    start = stream.tell()
-    _check_size(shape, dtype.itemsize, len(data) - start)
+    descr = header["descr"]
+    if not isinstance(descr, str) or not _NUMBERS.fullmatch(descr):
+        raise InvalidTypeError(
+            f"prompt_embeds: a .npy file of {descr!r:.60}, which are no numbers (no Python "
+            "objects, texts or records)",
+            parameter=_NAME,
+        )
+    dtype = np.dtype(descr)
+    shape = _checked_shape(header["shape"], dtype.itemsize, len(data) - start)
     flat = np.frombuffer(data, dtype, offset=start)
-    return flat.reshape(shape, order="F" if is_fortran else "C")
+    return flat.reshape(shape, order="F" if header["fortran_order"] else "C")
+
+
+def _literal(header: bytes) -> Any:
+    """The value of a literal of Python; nothing is run.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of strange escapes in texts
+            return ast.literal_eval(header.decode("utf-8").strip())
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise ValueError("its header is not a dictionary as numpy.save writes it") from None
 
 
 def _read_safetensors(data: bytes) -> npt.NDArray[Any]:
@@ -197,10 +232,12 @@ def _read_safetensors(data: bytes) -> npt.NDArray[Any]:
         tensors = [value for key, value in header.items() if key != "__metadata__"]
         if len(tensors) != 1:
             raise ValueError(f"it holds {len(tensors)} tensors; send one")
-        kind, shape = tensors[0]["dtype"], [int(extent) for extent in tensors[0]["shape"]]
+        kind, shape = tensors[0]["dtype"], tensors[0]["shape"]
         begin, end = tensors[0]["data_offsets"]
         if kind not in _SAFETENSORS_TYPES:
             raise ValueError(f"its dtype is {kind}; send {', '.join(_SAFETENSORS_TYPES)}")
+        if type(begin) is not int or type(end) is not int:
+            raise ValueError(f"its data_offsets are {[begin, end]!r:.60}, expected two integers")
         if not 0 <= begin <= end <= len(data) - 8 - size:
             raise ValueError("its values are not where the header says")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -208,18 +245,24 @@ def _read_safetensors(data: bytes) -> npt.NDArray[Any]:
             f"prompt_embeds: broken safetensors file: {error}", parameter=_NAME
         ) from None
     dtype = np.dtype(_SAFETENSORS_TYPES[kind])
-    _check_size(shape, dtype.itemsize, end - begin)
+    shape = _checked_shape(shape, dtype.itemsize, end - begin)
     flat: npt.NDArray[Any] = np.frombuffer(data[8 + size + begin : 8 + size + end], dtype)
     if kind == "BF16":
         flat = (flat.astype(np.uint32) << 16).view(np.float32)
     return flat.reshape(shape)
 
 
-def _check_size(shape: Any, itemsize: int, num_bytes: int) -> None:
-    """Refuse a header that promises something else than there is."""
-    if any(extent < 0 for extent in shape) or math.prod(shape) * itemsize != num_bytes:
+def _checked_shape(shape: Any, itemsize: int, num_bytes: int) -> tuple[int, ...]:
+    """The shape that a header promises, refused if it is something else than there is."""
+    if (
+        not isinstance(shape, tuple | list)
+        or not all(type(extent) is int and 0 <= extent <= _MAX_EXTENT for extent in shape)
+        or len(shape) > _MAX_DIMENSIONS
+        or math.prod(shape) * itemsize != num_bytes
+    ):
         raise InvalidParameterError(
-            f"prompt_embeds: the file says its shape is {list(shape)}, which are not the "
+            f"prompt_embeds: the file says its shape is {shape!r:.100}, which are not the "
             f"{num_bytes} bytes of values that follow",
             parameter=_NAME,
         )
+    return tuple(shape)
