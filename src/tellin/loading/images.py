@@ -144,7 +144,8 @@ def _read_settings(folder: Path) -> TypedMapping:
     if whole is not None and whole.has("image_processor"):
         return whole.get_mapping("image_processor")
     raise ModelLoadError(
-        f"{folder}: has no preprocessor_config.json, which says how pictures are prepared"
+        f"{folder}: has no preprocessor_config.json, which says how pictures are prepared; "
+        "limit_mm_per_prompt={'image': 0} runs the text model"
     )
 
 
