@@ -92,6 +92,19 @@ def test_recurrent_states_too(tmp_path: Path) -> None:
         assert [output.num_cached_tokens for output in again] == [32, 0, 32, 0]
 
 
+def test_rows_too_large_for_the_model_fail_alone(tmp_path: Path) -> None:
+    """What scaling makes infinite neither warns nor hurts neighbours, nor who comes after."""
+    path = write_tiny_hybrid(tmp_path / "model", "granitehybrid")
+    table = input_embeddings(path)
+    ids = token_prompts(len(table))[0]
+    largest = {"prompt_embeds": np.full((40, table.shape[1]), 3e38, np.float32)}
+    with LLM(str(path), **OPTIONS | {"num_kv_blocks": 10, "max_num_seqs": 2}) as llm:
+        expected = results(llm.generate([ids], params()))
+        bad, good = llm.generate([largest, ids], params(), on_error="return")
+        assert bad.outputs[0].finish_reason == "error"
+        assert results([good]) == results(llm.generate([ids], params())) == expected
+
+
 def test_sampling_drafts_and_copies(tmp_path: Path) -> None:
     """Penalties see the output alone: a prompt of rows has no tokens that could be repeated."""
     path = write_tiny_gguf(tmp_path / "model.gguf", "llama")

@@ -83,7 +83,8 @@ class GivenRows:
                 values = state.prompt_embeds[first : first + count]
                 scale = self._find_scale(backend)
                 if scale != 1.0:
-                    values = values * np.float32(scale)
+                    with np.errstate(over="ignore"):  # ends the request, by its logits, alone
+                        values = values * np.float32(scale)
                 found.append((values, np.arange(start, start + len(values), dtype=np.int32)))
             start += count
         return found
