@@ -82,7 +82,7 @@ class Conv(Recurrence):
             self.arrays["rec.bias"] = self.values(width)
 
     def record(self, b: PlanBuilder, x: Buffer) -> Buffer:
-        return b.short_conv(b.linear(x, "x"), "rec", act=self.act)
+        return b.short_conv(b.linear(x, "x"), "rec", kernel=self.kernel, act=self.act)
 
     def expected(self, ids: Sequence[int]) -> np.ndarray:
         (x,) = self.operands(ids, "x")

@@ -184,6 +184,8 @@ def test_mixed_rows_of_quantised_matrices(tmp_path: Path) -> None:
             "'sliding_attention'.*linear_attention, full_attention",
         ),
         ({"linear_num_key_heads": 4}, ModelLoadError, "6 value heads.*4 key heads"),
+        ({"num_hidden_layers": 1 << 40}, ModelLoadError, "num_hidden_layers is 1099511627776"),
+        ({"linear_conv_kernel_dim": 5}, ModelLoadError, r"conv1d.*kernels of 5 rows"),
         ({"linear_num_key_heads": 0}, ModelLoadError, "num_key_heads of linear attention is 0"),
         ({"linear_num_key_heads": 1}, ModelLoadError, r"in_proj_qkv.*160 rows, expected 128"),
     ],

@@ -160,6 +160,9 @@ def test_configurations_may_name_layers_one_by_one(
         ("large", {"per_layer_config": {"0": {"sliding_window": 4}}}, "'sliding_window'"),
         ("small", {"num_kv_shared_layers": 6}, "layer 1 shares .* but there is none"),
         ("small", {"num_kv_shared_layers": 8}, "8 of 7 layers"),
+        ("large", {"global_head_dim": 1 << 40}, "global_head_dim is 1099511627776"),
+        ("large", {"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776"),
+        ("small", {"final_logit_softcapping": 1e300}, "final_logit_softcapping is 1e.300.*up to"),
         ("small", {"num_attention_heads": 3}, "3 attention heads"),
         (
             "small",

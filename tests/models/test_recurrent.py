@@ -13,7 +13,7 @@ from tellin.models.plan import ir, passes
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer
 from tellin.models.plan.listing import format_plan, plan_cost
-from tests.models.recurrences import RECURRENCES, Delta, Recurrence, Scan
+from tests.models.recurrences import RECURRENCES, Conv, Delta, Recurrence, Scan
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny import tiny_token_ids
 
@@ -101,8 +101,9 @@ def test_widths_that_do_not_fit_are_refused() -> None:
             recurrence.arrays = arrays
 
     conv, delta, scan = (RECURRENCES[name] for name in ("conv_3", "delta", "scan"))
-    refused(conv, r"rec reaches over 9 rows", UnsupportedModelError, rec__weight=np.ones((64, 9)))
-    refused(conv, r"expected \(64, kernel\)", ModelLoadError, rec__weight=np.ones((63, 3)))
+    refused(Conv(9, 64), r"rec reaches over 9 rows", UnsupportedModelError)
+    refused(conv, r"expected \(64, 3\)", ModelLoadError, rec__weight=np.ones((63, 3)))
+    refused(conv, "kernels of 3 rows", ModelLoadError, rec__weight=np.ones((64, 4)))
     refused(conv, r"rec\.bias.*expected \(64,\)", ModelLoadError, rec__bias=np.ones(63))
     refused(delta, "rec: k has 34 columns for 2", ModelLoadError, k__weight=np.ones((34, 64)))
     refused(delta, r"rec\.dt_bias.*expected \(4,\)", ModelLoadError, rec__dt_bias=np.ones(3))
@@ -124,7 +125,7 @@ def test_a_wider_convolution_may_be_read_by_parts() -> None:
         weight = b.weight("x.weight", rows)
         out = b._buffer(weight.shape[0], ir.Rows.TOKENS, "x")
         b._ops.append(ir.Linear(x, weight, None, out))
-        conv = b.short_conv(out, "rec", act="silu", rows=rows)
+        conv = b.short_conv(out, "rec", kernel=4, act="silu", rows=rows)
         return logits_of(ReferenceBackend(b.finish(b.gather_rows(conv))), IDS)
 
     whole = logits_of(ReferenceBackend(wide.plan()), IDS)

@@ -12,8 +12,8 @@ from statistics import NormalDist
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.gemma4 import checked_num_layers, shared_layers, sliding_layers
-from tellin.loading.hparams import embedding_scale
+from tellin.loading.gemma4 import shared_layers, sliding_layers
+from tellin.loading.hparams import checked_num_layers, embedding_scale
 from tellin.loading.tensors import ModelHParams, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 

@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.hparams import embedding_scale
+from tellin.loading.hparams import MAX_SIZE, checked_num_layers, embedding_scale
 from tellin.loading.tensors import AttentionLayer, ModelHParams, QuantType, RopeScaling, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 
 ARCHITECTURE = "gemma4"
 _STILL = 1e30
 """Divisor of the frequency of pairs that do not turn, as GGUF files have it."""
-_MAX_LAYERS = 4096
 _ACTIVATION = "gelu_pytorch_tanh"
 _LAYER_KEYS = ("head_dim", "num_key_value_heads")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -198,12 +197,6 @@ def shared_layers(
     return tuple(layers)
 
 
-def checked_num_layers(path: Path, num_layers: int) -> int:
-    if not 1 <= num_layers <= _MAX_LAYERS:
-        raise ModelLoadError(f"{path}: num_hidden_layers is {num_layers}, allowed are 1 to 4096")
-    return num_layers
-
-
 def sliding_layers(config: TypedMapping, num_layers: int, interval: int = 6) -> list[bool]:
     """Which layers have a window; by default all but every sixth, or ``interval``-th."""
     if not config.has("layer_types"):
@@ -295,6 +288,10 @@ def _config_rope(
     if len(global_dims) > 1:
         raise UnsupportedModelError(f"{config.path}: global layers with heads of unequal width")
     head_dim = next(iter(global_dims), 2)
+    if head_dim > MAX_SIZE:
+        raise ModelLoadError(
+            f"{config.path}: global_head_dim is {head_dim}, allowed are up to {MAX_SIZE}"
+        )
     turning = int(part * head_dim // 2)
     factors = (divisor,) * turning + (_STILL,) * (max(head_dim, 0) // 2 - turning)
     return RopeScaling(factors=factors), theta, local_theta

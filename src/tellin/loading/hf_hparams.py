@@ -35,6 +35,7 @@ from tellin.loading.hparams import (
     WITH_EXPERTS,
     WITH_LATENTS,
     check_hparams,
+    checked_num_layers,
     embedding_scale,
     every_nth_layer,
     global_layer_pattern,
@@ -335,7 +336,7 @@ class _Reader:
         self.path = config.path
         self.architecture = architecture
         self.hidden_size = config.get_int("hidden_size")
-        self.num_layers = config.get_int("num_hidden_layers")
+        self.num_layers = checked_num_layers(self.path, config.get_int("num_hidden_layers"))
         self.num_heads = config.get_int("num_attention_heads")
         if self.num_heads < 1:
             raise ModelLoadError(f"{self.path}: num_attention_heads is {self.num_heads}")

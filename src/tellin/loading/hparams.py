@@ -107,9 +107,11 @@ MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
 
 MAX_LAYERS = 4096
-_MAX_SIZE = 1 << 24
+MAX_SIZE = 1 << 24
 """Far beyond any model, small enough that products of two sizes stay exact everywhere."""
 _MAX_CONTEXT = 1 << 31
+_MAX_FACTOR = 1e32
+"""Far beyond any model; what is multiplied by it is still a float32."""
 
 
 def unsupported_architecture(path: Path, name: str) -> UnsupportedModelError:
@@ -157,6 +159,16 @@ def global_layer_pattern(path: Path, is_sliding: list[bool]) -> int | None:
     return every_nth_layer(path, "sliding-window", [not flag for flag in is_sliding])
 
 
+def checked_num_layers(path: Path, num_layers: int) -> int:
+    """The number of layers, before anything is made for each of them.
+
+    Raises:
+        ModelLoadError: no model has so many, or so few.
+    """
+    _check_range(path, "num_hidden_layers", num_layers, 1, MAX_LAYERS)
+    return num_layers
+
+
 def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
     """Refuse impossible values; returns ``hparams``, normalised.
 
@@ -171,7 +183,7 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
         "head_dim",
         "vocab_size",
     ):
-        _check_range(path, name, getattr(hparams, name), 1, _MAX_SIZE)
+        _check_range(path, name, getattr(hparams, name), 1, MAX_SIZE)
     _check_range(path, "num_hidden_layers", hparams.num_hidden_layers, 1, MAX_LAYERS)
     _check_range(path, "max_position_embeddings", hparams.max_position_embeddings, 1, _MAX_CONTEXT)
     if hparams.num_attention_heads % hparams.num_key_value_heads:
@@ -180,7 +192,7 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
             f"{hparams.num_key_value_heads} key/value heads evenly"
         )
     for layer in hparams.attention_layers:
-        _check_range(path, "head_dim", layer.head_dim, 2, _MAX_SIZE)
+        _check_range(path, "head_dim", layer.head_dim, 2, MAX_SIZE)
         heads = layer.num_key_value_heads
         _check_range(path, "num_key_value_heads", heads, 1, hparams.num_attention_heads)
         if hparams.num_attention_heads % heads or layer.head_dim % 2:
@@ -189,16 +201,16 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
                 f"{layer.head_dim} dimensions for {heads} key/value heads"
             )
     _check_range(path, "num_streams", hparams.num_streams, 1, 16)
-    _check_range(path, "per_layer_input_size", hparams.per_layer_input_size, 0, _MAX_SIZE)
+    _check_range(path, "per_layer_input_size", hparams.per_layer_input_size, 0, MAX_SIZE)
     if hparams.num_experts:
         _check_range(path, "num_experts", hparams.num_experts, 1, MAX_EXPERTS)
         limit = min(hparams.num_experts, MAX_EXPERTS_PER_TOKEN)
         _check_range(path, "num_experts_per_tok", hparams.num_experts_per_tok, 1, limit)
-        _check_range(path, "moe_intermediate_size", hparams.moe_intermediate_size, 1, _MAX_SIZE)
+        _check_range(path, "moe_intermediate_size", hparams.moe_intermediate_size, 1, MAX_SIZE)
         _check_expert_groups(path, hparams)
     if hparams.latent is not None:
         for name in ("rank", "nope_dim", "rope_dim", "value_dim"):
-            _check_range(path, f"latent {name}", getattr(hparams.latent, name), 1, _MAX_SIZE)
+            _check_range(path, f"latent {name}", getattr(hparams.latent, name), 1, MAX_SIZE)
     for name in (
         "norm_eps",
         "rope_theta",
@@ -256,5 +268,7 @@ def _check_range(path: Path, name: str, value: int, low: int, high: int) -> None
 
 
 def _check_positive(path: Path, name: str, value: float) -> None:
-    if not (math.isfinite(value) and value > 0):
-        raise ModelLoadError(f"{path}: {name} is {value}, expected a positive number")
+    if not 0 < value <= _MAX_FACTOR:
+        raise ModelLoadError(
+            f"{path}: {name} is {value}, expected a positive number up to {_MAX_FACTOR:g}"
+        )

@@ -230,6 +230,11 @@ def _nemotron_values(config: TypedMapping) -> dict[str, Any]:
     values = _renamed(config, _RENAMED)
     kinds = _nemotron_kinds(config)
     values["layer_types"] = kinds or None
+    if kinds and config.get_int("num_hidden_layers", len(kinds)) != len(kinds):
+        raise ModelLoadError(
+            f"{config.path}: num_hidden_layers is {config['num_hidden_layers']}, but "
+            f"hybrid_override_pattern (or layers_block_type) names {len(kinds)} layers"
+        )
     values["num_hidden_layers"] = len(kinds) or values.get("num_hidden_layers")
     values.setdefault("head_dim", 128)
     return values

@@ -15,6 +15,7 @@ from tellin.loading.typed_mapping import TypedMapping
 
 _MAX_CONV_KERNEL = 16
 _MAX_STATE_DIM = 1024
+_MAX_FACTOR = 1e32
 _NEMOTRON: tuple[tuple[str, object], ...] = (
     ("use_bias", False),
     ("mamba_proj_bias", False),
@@ -82,7 +83,9 @@ def _inner_size(
     config: TypedMapping, architecture: str, hidden_size: int, heads: int
 ) -> tuple[int, int]:
     """Size of a head, and the layers' width."""
-    given = config.get("mamba_d_head") or "auto"
+    given = config.get("mamba_d_head", "auto")
+    if given is None:
+        given = "auto"
     if architecture.startswith("nemotron_h"):
         head_dim = config.get_int("mamba_d_head")
         return head_dim, heads * head_dim
@@ -108,6 +111,12 @@ def _with_falcon_scales(config: TypedMapping, hparams: ModelHParams) -> ModelHPa
         "mamba.out_proj": config.get_float("ssm_out_multiplier", 1.0),
         **{f"mamba.{part}_proj": ssm_in * factor for part, factor in parts},
     }
+    for name, factor in scales.items():
+        if not abs(factor) <= _MAX_FACTOR:
+            raise ModelLoadError(
+                f"{config.path}: the factor of {name} is {factor:g}, allowed are up to "
+                f"{_MAX_FACTOR:g}"
+            )
     return replace(
         hparams,
         embedding_scale=config.get_float("embedding_multiplier", 1.0),

@@ -28,7 +28,7 @@ def record(b: PlanBuilder) -> Plan:
 
 def gated_conv(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     gate, values = (b.linear(x, f"{name}.{part}_proj", bias=False) for part in "bx")
-    mixed = b.short_conv(b.mul(gate, values), f"{name}.conv")
+    mixed = b.short_conv(b.mul(gate, values), f"{name}.conv", kernel=b.hparams.conv_kernel)
     # Here, not before: in the last layer it is computed for the rows alone that are wanted.
     gate = b.linear(x, f"{name}.c_proj", bias=False)
     return b.linear(b.mul(gate, mixed), f"{name}.out_proj", bias=False)

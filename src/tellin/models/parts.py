@@ -69,7 +69,15 @@ def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     mixed = []
     for operand in (values, key, query):
         rows = (start, start + operand.width)
-        mixed.append(b.short_conv(operand, f"{name}.conv1d", act=hp.hidden_act, rows=rows))
+        mixed.append(
+            b.short_conv(
+                operand,
+                f"{name}.conv1d",
+                kernel=mamba.conv_kernel,
+                act=hp.hidden_act,
+                rows=rows,
+            )
+        )
         start += operand.width
     values, key, query = mixed
     out = b.selective_scan(

@@ -50,7 +50,15 @@ def linear_attention(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     start = 0
     for part in (q, k, v):
         rows = (start, start + part.width)
-        mixed.append(b.short_conv(part, f"{name}.conv1d", act=b.hparams.hidden_act, rows=rows))
+        mixed.append(
+            b.short_conv(
+                part,
+                f"{name}.conv1d",
+                kernel=linear.conv_kernel,
+                act=b.hparams.hidden_act,
+                rows=rows,
+            )
+        )
         start += part.width
     q, k, v = mixed
     out = b.gated_delta(

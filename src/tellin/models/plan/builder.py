@@ -172,7 +172,8 @@ class PlanBuilder(RecurrentBuilder):
     ) -> Buffer:
         """Mixture of experts: the ``top_k`` experts of ``router``'s logits, by their softmax.
 
-        ``router`` ``[rows, num_experts]``; expert e is the gated MLP ``{name}.experts.{e}``.
+        ``router`` ``[rows, num_experts]``; expert e is the gated MLP ``{name}.experts.{e}``. There
+        must be as many as the hyperparameters say, if they do.
         ``normalize``: the chosen experts' shares add up to 1. Their matrices have biases if the
         first one's has, or ``needs_biases``. ``scoring`` and ``scale`` are those of `ir.Experts`;
         ``selection_bias`` and ``scales`` are names of vectors. ``act``: not ``hidden_act``. Not
@@ -183,6 +184,11 @@ class PlanBuilder(RecurrentBuilder):
         bias = None if selection_bias is None else self._vector(selection_bias, count)
         if x.rows is not router.rows:
             raise self._error(f"{x.name} and {router.name} must have the same rows")
+        if self.hparams.num_experts not in (0, count):
+            raise self._error(
+                f"{name}: the router has rows for {count} experts, but num_experts is "
+                f"{self.hparams.num_experts}"
+            )
         if count > MAX_EXPERTS or not 1 <= top_k <= min(MAX_EXPERTS_PER_TOKEN, count):
             raise UnsupportedModelError(
                 f"{self.source.path}: {top_k} of {count} experts per token in {name}; supported "

@@ -24,17 +24,23 @@ class RecurrentBuilder(Recorder):
     """Records `ShortConv`, `GatedDelta` and `SelectiveScan`."""
 
     def short_conv(
-        self, x: Buffer, name: str, *, act: str | None = None, rows: tuple[int, int] | None = None
+        self,
+        x: Buffer,
+        name: str,
+        *,
+        kernel: int,
+        act: str | None = None,
+        rows: tuple[int, int] | None = None,
     ) -> Buffer:
         """Causal convolution of each column of ``x``, with the bias if the model has one.
 
-        ``rows``: columns of ``x`` are those of a wider convolution, ``[start, stop)``.
+        ``kernel``: over how many rows it reaches. ``rows``: columns of ``x`` are those of a wider
+        convolution, ``[start, stop)``.
         """
         self._needs_token_rows(x, "a convolution")
         weight = self.weight(f"{name}.weight", rows)
-        kernel = weight.shape[-1]
         if weight.shape not in ((x.width, kernel), (x.width, 1, kernel)):
-            raise self._shape_error(weight, f"({x.width}, kernel)")
+            raise self._shape_error(weight, f"({x.width}, {kernel}): kernels of {kernel} rows")
         if not 2 <= kernel <= MAX_CONV_KERNEL:
             raise UnsupportedModelError(
                 f"{self.source.path}: {name} reaches over {kernel} rows; supported are 2 to "
