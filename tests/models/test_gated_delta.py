@@ -173,6 +173,15 @@ def test_mixed_rows_of_quantised_matrices(tmp_path: Path) -> None:
         source.check_weights()
 
 
+def test_layers_that_the_configuration_leaves_out_are_missed(tmp_path: Path) -> None:
+    """Only what predicts further tokens may follow the last layer."""
+    path = write_checkpoint(tmp_path, "qwen35") / "config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps(values | {"num_hidden_layers": 3, "layer_types": None}))
+    with pytest.raises(UnsupportedModelError, match=r"layers\.3\..*does not support"):
+        plan_of(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [

@@ -167,6 +167,8 @@ _HF_CONSTANT = re.compile(
     r"|(model\.)?mtp\."
 )
 """Constants that old checkpoints store, and layers that predict further tokens (ERNIE, Qwen)."""
+_PREDICTS = re.compile(r"\.(nextn|eh_proj|enorm|hnorm|shared_head)\.")
+"""Parts of the first layer that predicts further tokens, where it follows the model's own."""
 _HF_VISION = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model|connector)\."
 )
@@ -296,11 +298,18 @@ def canonical_from_hf(
 
 
 def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iterable[TensorRef]:
-    """Without the layers that follow the last one in some families: they predict further tokens."""
+    """Without the layers that follow the last one in some families: they predict further tokens.
+
+    Others stay, and are refused as unused: a configuration that names too few layers is wrong.
+    """
+    count = hparams.num_hidden_layers
     has_more = hparams.architecture in ("deepseek2", "glm4moe", "nemotron_h_moe", *GATED_DELTA)
+    if has_more:
+        matches = (_NUMBERED_LAYER.match(name) for name in tensors if _PREDICTS.search(name))
+        has_more = any(match is not None and int(match[1]) == count for match in matches)
     for name, tensor in tensors.items():
         match = _NUMBERED_LAYER.match(name) if has_more else None
-        if match is None or int(match[1]) < hparams.num_hidden_layers:
+        if match is None or int(match[1]) < count:
             yield tensor
 
 
