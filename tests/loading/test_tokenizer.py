@@ -69,6 +69,7 @@ def test_pieces_equal_the_original_patterns(name: str) -> None:
         ("deepseek-llm", " ab12,中\n", [" ab", "1", "2", ",", "中", "\n"]),
         ("deepseek-coder", " ab12,中\n", [" ab", "1", "2", ",", "中", "\n"]),
         ("deepseek-v3", "x1234 中文.foo", ["x", "123", "4", " ", "中文", ".foo"]),
+        ("glm4", "It'S 12345 中文.\n x", ["It", "'S", " ", "123", "45", " 中文", ".\n", " x"]),
         ("qwen35", "it's नमस्ते 12 !\u0301", ["it", "'s", " नमस्ते", " ", "1", "2", " !", "\u0301"]),
     ],
 )

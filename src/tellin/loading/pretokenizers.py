@@ -115,6 +115,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "falcon-h1": _LLAMA_BPE,
     "lfm2": _LLAMA_BPE,
     "dbrx": PreTokenizer((_LLAMA3,)),
+    "chatglm-bpe": PreTokenizer((_LLAMA3,)),
+    "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "qwen2": PreTokenizer((_QWEN2,), nfc=True),
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
