@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.hparams import sliding_by_layer
 from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
 
@@ -194,8 +195,8 @@ def _modern_bert(config: TypedMapping) -> ModelHParams:
         classifier_act=_activation(config, "classifier_activation", "gelu"),
     )
     if config.has("layer_types"):
-        types = config.get_strings("layer_types")[: hparams.num_hidden_layers]
-        every = _global_every(config, [kind == "full_attention" for kind in types])
+        sliding = sliding_by_layer(config, hparams.num_hidden_layers)
+        every = _global_every(config, [not flag for flag in sliding])
     else:
         every = config.get_int("global_attn_every_n_layers", 3)
     theta, local_theta = 160_000.0, 10_000.0

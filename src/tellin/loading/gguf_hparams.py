@@ -83,8 +83,9 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
         ModelLoadError: a key is missing or has an impossible value.
     """
     architecture = metadata.get_str("general.architecture")
-    if architecture not in SUPPORTED_ARCHITECTURES or architecture == "gte":
-        raise unsupported_architecture(metadata.path, architecture)
+    known = [name for name in SUPPORTED_ARCHITECTURES if name not in ("bamba", "gte")]
+    if architecture not in known:
+        raise unsupported_architecture(metadata.path, "general.architecture", architecture, known)
     if architecture == "gemma3n":
         return check_hparams(metadata.path, gemma3n_from_gguf(metadata, tensors))
     if architecture == "gemma4":

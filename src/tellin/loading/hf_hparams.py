@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.encoder_hparams import (
@@ -26,6 +25,7 @@ from tellin.loading.gated_delta import (
 )
 from tellin.loading.gemma3n import gemma3n_from_config
 from tellin.loading.gemma4 import gemma4_from_config
+from tellin.loading.hf_defaults import DEFAULTS, NESTED_LLAMA
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
@@ -39,6 +39,7 @@ from tellin.loading.hparams import (
     embedding_scale,
     every_nth_layer,
     global_layer_pattern,
+    sliding_by_layer,
     unsupported_architecture,
 )
 from tellin.loading.hybrid_hparams import (
@@ -114,119 +115,6 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-_GEMMA3: dict[str, Any] = {
-    "head_dim": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-6,
-    "max_position_embeddings": 131_072,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "rope_theta": 1_000_000.0,
-    "vocab_size": 262_208,
-}
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192},
-    "gemma2": {
-        "head_dim": 256,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 8192,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-    },
-    "gemma-embedding": _GEMMA3,
-    "gemma3": _GEMMA3,
-    "ernie4_5-moe": {
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 500_000.0,
-        "tie_word_embeddings": True,
-        "num_experts": 64,
-        "num_experts_per_tok": 6,
-        "moe_intermediate_size": 1536,
-    },
-    "glm4moe": {
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131_072,
-        "partial_rotary_factor": 0.5,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 1408,
-        "norm_topk_prob": True,
-        "scoring_func": "sigmoid",
-    },
-    "glm4": {
-        "head_dim": 128,
-        "rms_norm_eps": 1.5625e-7,
-        "max_position_embeddings": 131_072,
-        "num_key_value_heads": 2,
-        "partial_rotary_factor": 0.5,
-        "attention_bias": True,
-    },
-    "granite": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    "granitemoe": {
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "llama": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
-    "mistral": {"rms_norm_eps": 1e-6, "num_key_value_heads": 8},
-    "mixtral": {
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 1_000_000.0,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "olmo2": {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-    "olmo3": {
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 2048,
-        "rope_theta": 500_000.0,
-        "sliding_window": 4096,
-    },
-    "olmoe": {
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        "num_experts": 64,
-        "num_experts_per_tok": 8,
-    },
-    "qwen2": {"rms_norm_eps": 1e-6},
-    "qwen2moe": {
-        "rms_norm_eps": 1e-6,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-    },
-    "qwen3": {"rms_norm_eps": 1e-6, "head_dim": 128},
-    "qwen3moe": {
-        "rms_norm_eps": 1e-6,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-    "phi3": {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
-    "smollm3": {
-        "rms_norm_eps": 1e-6,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32_768,
-        "rope_theta": 2_000_000.0,
-        "tie_word_embeddings": True,
-    },
-}
-_NESTED_LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 11_008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32_000,
-}
-"""What a text model inside of another one leaves out: Llama's own configuration names it."""
 _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
     "clip_qkv": (None,),
     "n_group": (1, 0),
@@ -259,7 +147,8 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         )
     architecture = _ARCHITECTURES.get(model_type)
     if architecture is None:
-        raise unsupported_architecture(config.path, model_type)
+        known = {*_ARCHITECTURES, *_TEXT_PARTS, *VISION_MODELS}
+        raise unsupported_architecture(config.path, "model_type", model_type, known)
     if architecture in ("gemma3", "gemma3n", "gemma4") and config.has("text_config"):
         config = config.get_mapping("text_config")
     if architecture == "gemma3n":
@@ -271,7 +160,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     if architecture == "gemma3" and config.get_bool("use_bidirectional_attention", False):
         architecture = "gemma-embedding"
     merged = {
-        **(_DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS).get(architecture, {}),
+        **(DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS).get(architecture, {}),
         **LATENT_DEFAULTS.get(model_type, {}),
         **{k: v for k, v in config.items() if v is not None},
     }
@@ -300,7 +189,7 @@ def _text_config(config: TypedMapping) -> TypedMapping:
     if model_type not in TILED_MODELS:
         tied = tied or text.get_bool("tie_word_embeddings", False)
     kind = text.get_str("model_type", "llama")
-    defaults = _NESTED_LLAMA if kind == "llama" else {}
+    defaults = NESTED_LLAMA if kind == "llama" else {}
     given = {key: value for key, value in text.items() if value is not None}
     return TypedMapping(
         config.path,
@@ -465,6 +354,13 @@ class _Reader:
         return length
 
     def _rope_local_theta(self) -> float | None:
+        if self.local_rope is not self.config:
+            kind = self.local_rope.get_str("rope_type", "default")
+            if kind != "default":
+                raise UnsupportedModelError(
+                    f"{self.path}: 'rope_type' of 'sliding_attention' is {kind!r}, which is not "
+                    "supported; supported is 'default'"
+                )
         if self.architecture == "olmo3":
             # Layers with a window turn as all did before the context was extended.
             theta = self.config.get_float("rope_theta", 500_000.0)
@@ -551,8 +447,7 @@ class _Reader:
 
     def _sliding_window_pattern(self) -> int | None:
         if self.config.has("layer_types"):
-            types = self.config.get_strings("layer_types")
-            return global_layer_pattern(self.path, [kind == "sliding_attention" for kind in types])
+            return global_layer_pattern(self.path, sliding_by_layer(self.config, self.num_layers))
         default = _SLIDING_PATTERNS.get(self.architecture, 0)
         key = (
             "sliding_window_pattern"

@@ -7,11 +7,13 @@ Both end in `check_hparams`, so that no later layer meets a zero, a NaN or an ab
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.tensors import ModelHParams, RopeScaling
+from tellin.loading.typed_mapping import TypedMapping
 
 SUPPORTED_ARCHITECTURES = (
     "bamba",
@@ -114,10 +116,13 @@ _MAX_FACTOR = 1e32
 """Far beyond any model; what is multiplied by it is still a float32."""
 
 
-def unsupported_architecture(path: Path, name: str) -> UnsupportedModelError:
+def unsupported_architecture(
+    path: Path, key: str, name: str, supported: Iterable[str]
+) -> UnsupportedModelError:
+    """The error of a file that calls its architecture ``name`` under ``key``."""
     return UnsupportedModelError(
-        f"{path}: architecture {name!r} is not supported; "
-        f"supported are {', '.join(SUPPORTED_ARCHITECTURES)}"
+        f"{path}: architecture {name!r} ({key}) is not supported; "
+        f"supported are {', '.join(sorted(supported))}"
     )
 
 
@@ -157,6 +162,27 @@ def global_layer_pattern(path: Path, is_sliding: list[bool]) -> int | None:
     if not any(is_sliding):
         return None
     return every_nth_layer(path, "sliding-window", [not flag for flag in is_sliding])
+
+
+def sliding_by_layer(config: TypedMapping, num_layers: int) -> list[bool]:
+    """Which layers see only a window, as ``layer_types`` of a configuration says.
+
+    Raises:
+        ModelLoadError: it has too few entries.
+        UnsupportedModelError: there are layers of other kinds.
+    """
+    kinds = list(config.get_strings("layer_types"))[:num_layers]
+    if len(kinds) < num_layers:
+        raise ModelLoadError(
+            f"{config.path}: layer_types has {len(kinds)} entries for {num_layers} layers"
+        )
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"{config.path}: layer_types has {kind!r}, which is not supported; supported are "
+                "full_attention, sliding_attention"
+            )
+    return [kind == "sliding_attention" for kind in kinds]
 
 
 def checked_num_layers(path: Path, num_layers: int) -> int:
