@@ -30,6 +30,18 @@ def test_links_lead_to_files_that_hold_what_they_name(page: Path) -> None:
             assert defined, f"{page.name}: {target} defines no {word}"
 
 
+ANCHOR = re.compile(r"\]\(([^)#\s]*\.md)?#([^)\s]+)\)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_headings(page: Path) -> None:
+    for target, anchor in ANCHOR.findall(page.read_text(encoding="utf-8")):
+        text = (page.parent / target if target else page).read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert anchor in slugs, f"{page.name}: {target}#{anchor} is no heading"
+
+
 def test_readme_example_runs(smollm2_path: Path, tmp_path: Path) -> None:
     """The Python block of the README, as it stands there, with the model's path for its name."""
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
