@@ -81,6 +81,26 @@ def test_the_text_model_of_lfm2_vl(golden: dict[str, np.ndarray], tmp_path: Path
     np.testing.assert_allclose(logits, golden["lfm2"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "missing", "message"),
+    [
+        ("bamba", "model.layers.0.mamba.norm.weight", r"mamba\.norm\.weight' is missing"),
+        ("bamba", "lm_head.weight", r"lm_head.weight has 200 rows for a vocabulary of 258"),
+    ],
+)
+def test_what_a_checkpoint_lacks_is_missed(
+    name: str, missing: str, message: str, tmp_path: Path
+) -> None:
+    write_tiny_hybrid(tmp_path, name)
+    arrays = hybrid_arrays(name)
+    rest = arrays.pop(missing)[:200]
+    if rest.ndim > 1:
+        arrays[missing] = rest
+    save_file(arrays, tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=message):
+        backend_of(tmp_path)
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_promise_1_chunks_and_neighbours_change_no_bit(name: str, tmp_path: Path) -> None:
     """In one step, in chunks, token by token among others; fused and as recorded."""

@@ -143,11 +143,16 @@ def linear_attention_from_gguf(metadata: TypedMapping, hparams: ModelHParams) ->
         return metadata.get_int(f"{architecture}.ssm.{key}")
 
     num_values, inner = number("time_step_rank"), number("inner_size")
+    if num_values < 1 or inner % num_values:
+        raise ModelLoadError(
+            f"{metadata.path}: {architecture}.ssm.inner_size is {inner}, not a multiple of "
+            f"time_step_rank, {num_values}"
+        )
     linear = LinearAttentionHParams(
         num_key_heads=number("group_count"),
         num_value_heads=num_values,
         key_head_dim=number("state_size"),
-        value_head_dim=inner // max(num_values, 1),
+        value_head_dim=inner // num_values,
         conv_kernel=number("conv_kernel"),
         is_tiled=architecture in _TILED,
     )

@@ -6,6 +6,7 @@ each family's own file, so that a reader never jumps.
 
 from __future__ import annotations
 
+from tellin.exceptions import ModelLoadError
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan
 
@@ -52,7 +53,7 @@ def experts_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
 def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     """Mamba2's layer: convolved parts go through the recurrence, then under a gate.
 
-    Most models have a norm of what the gate gives, or of what it gets.
+    Most models have a norm of what the gate gives, or of what it gets; of Falcon-H1 some.
 
     Source: Dao & Gu 2024 (Mamba-2), section 7.
     """
@@ -84,7 +85,8 @@ def mamba2(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
         values, key, query, dt, name,
         num_heads=mamba.num_heads, num_groups=mamba.num_groups, dt_limits=mamba.time_step_limit,
     )  # fmt: skip
-    has_norm, group = b.has(f"{name}.norm.weight"), out.width // mamba.num_groups
+    has_norm = hp.architecture != "falcon-h1" or b.has(f"{name}.norm.weight")
+    group = out.width // mamba.num_groups
     if has_norm and mamba.norm_before_gate:
         out = b.rms_norm(out, f"{name}.norm", group=group, shared=False)
     out = b.act_mul(scaled(b, gate, "mamba.z_proj"), out)
@@ -108,7 +110,13 @@ def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
     hidden = b.rms_norm(b.gather_rows(x), "norm")
     if b.pooling:
         return b.finish(hidden, hidden, ignore=UNUSED_WHEN_POOLING)
-    logits = b.linear(hidden, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
+    head = "embed_tokens" if hp.tie_word_embeddings else "lm_head"
+    logits = b.linear(hidden, head)
+    if logits.width < hp.vocab_size:
+        raise ModelLoadError(
+            f"{b.source.path}: {head}.weight has {logits.width} rows for a vocabulary of "
+            f"{hp.vocab_size} tokens"
+        )
     if hp.logit_scale != 1:
         b.scale(logits, hp.logit_scale)
     if hp.final_logit_softcapping is not None:
