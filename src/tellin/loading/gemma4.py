@@ -108,6 +108,10 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
             raise ModelLoadError(
                 f"{path}: {full} has {len(values)} entries for {num_layers} layers"
             )
+        if values.dtype.kind not in "iub":
+            raise ModelLoadError(
+                f"{path}: key {full!r} is an array of {values.dtype}s, not integers"
+            )
         return [int(value) for value in values[:num_layers]]
 
     num_layers = checked_num_layers(path, integer("block_count"))
