@@ -92,6 +92,19 @@ def test_what_does_not_run_is_refused(keys: dict[str, Any], message: str, tmp_pa
         plan_of(write_folder(tmp_path, **keys))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (np.full(6, np.nan, np.float32), "float32s, not integers"),
+        (np.array([], np.int32), "0 entries, expected 1 or more"),
+    ],
+)
+def test_sizes_of_gguf_files_are_integers(sizes: np.ndarray, message: str, tmp_path: Path) -> None:
+    path = write_gguf_file(tmp_path / "tiny.gguf", feed_forward_length=sizes)
+    with pytest.raises(ModelLoadError, match=message):
+        plan_of(path)
+
+
 @pytest.mark.slow
 def test_checkpoints_of_transformers(golden: np.ndarray, tmp_path: Path) -> None:
     from tests.data.make.make_gemma3n_logits import make_model

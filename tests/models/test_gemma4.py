@@ -191,7 +191,10 @@ def test_what_does_not_run_is_refused(
         ({"gemma4.attention.value_length_swa": 8}, "only equal ones"),
         ({"gemma4.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
         ({"gemma4.attention.shared_kv_layers": 7}, "but there is none"),
-        ({"gemma4.feed_forward_length": np.array([48], np.int32)}, "1 entries for 7 layers"),
+        (
+            {"gemma4.feed_forward_length": np.array([48], np.int32)},
+            "has 1 entries, expected 7 or more",
+        ),
         (
             {"gemma4.feed_forward_length": np.full(7, np.nan, np.float32)},
             "is an array of float32s, not integers",

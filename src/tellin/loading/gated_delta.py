@@ -125,7 +125,7 @@ def _mrope(config: TypedMapping, hparams: ModelHParams) -> tuple[int, ...]:
         return ()
     rope = config.get_mapping("rope_parameters") if config.has("rope_parameters") else config
     if rope.has("mrope_section"):
-        section = tuple(int(n) for n in rope.get_numbers("mrope_section").tolist())
+        section = tuple(int(n) for n in rope.get_integers("mrope_section").tolist())
     else:
         section = (11, 11, 10)
     if len(section) != 3 or min(section) < 0:

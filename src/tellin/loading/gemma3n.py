@@ -110,7 +110,7 @@ def gemma3n_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
         metadata,
         is_sliding,
         hidden_size=integer("embedding_length"),
-        intermediate_size=int(metadata.get_numbers(inner)[0])
+        intermediate_size=int(metadata.get_integers(inner, at_least=1)[0])
         if is_list
         else integer("feed_forward_length"),
         num_attention_heads=integer("attention.head_count"),

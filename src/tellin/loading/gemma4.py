@@ -103,15 +103,7 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
         full = f"{ARCHITECTURE}.{key}"
         if not isinstance(metadata.get(full), np.ndarray):
             return [metadata.get_int(full)] * num_layers
-        values = metadata.get_numbers(full)
-        if len(values) < num_layers:
-            raise ModelLoadError(
-                f"{path}: {full} has {len(values)} entries for {num_layers} layers"
-            )
-        if values.dtype.kind not in "iub":
-            raise ModelLoadError(
-                f"{path}: key {full!r} is an array of {values.dtype}s, not integers"
-            )
+        values = metadata.get_integers(full, at_least=num_layers)
         return [int(value) for value in values[:num_layers]]
 
     num_layers = checked_num_layers(path, integer("block_count"))

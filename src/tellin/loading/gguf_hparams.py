@@ -344,7 +344,7 @@ class _Reader:
         full = f"{self.architecture}.{key}"
         if not isinstance(self.metadata.get(full), np.ndarray):
             return self.metadata.get_int(full, default)
-        values = self.metadata.get_numbers(full)
+        values = self.metadata.get_integers(full)
         if self.architecture in HYBRIDS:
             values = values[values != 0]  # recurrent layers have no heads
         if values.size == 0 or (values != values[0]).any():

@@ -341,7 +341,7 @@ def _per_layer(metadata: TypedMapping, hparams: ModelHParams, key: str) -> Seque
     full = f"{prefix}.{key}"
     if not isinstance(metadata.get(full), np.ndarray):
         return [metadata.get_int(full)] * count
-    numbers: list[int] = metadata.get_numbers(full).tolist()
+    numbers: list[int] = metadata.get_integers(full).tolist()
     # Layers that predict further tokens come last.
     if len(numbers) != count + metadata.get_int(f"{prefix}.nextn_predict_layers", 0):
         raise ModelLoadError(

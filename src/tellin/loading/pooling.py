@@ -101,7 +101,7 @@ def pooler_from_folder(folder: Path, config: TypedMapping) -> PoolerConfig | Non
     limits = read_optional_json_object(folder / "sentence_bert_config.json")
     has_limit = limits is not None and limits.has("max_seq_length")
     sizes = (
-        tuple(int(size) for size in config.get_numbers("matryoshka_dimensions"))
+        tuple(int(size) for size in config.get_integers("matryoshka_dimensions"))
         if config.has("matryoshka_dimensions")
         else ()
     )

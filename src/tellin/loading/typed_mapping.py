@@ -98,6 +98,19 @@ class TypedMapping(Mapping[str, Any]):
             raise self._wrong_type(key, value, "an array of numbers")
         return value
 
+    def get_integers(self, key: str, at_least: int = 0) -> npt.NDArray[Any]:
+        """An array of integers, or of true and false, with so many entries or more."""
+        value = self.get_numbers(key)
+        if value.size < at_least:
+            raise ModelLoadError(
+                f"{self.path}: key {key!r} has {value.size} entries, expected {at_least} or more"
+            )
+        if value.size and value.dtype.kind not in "iub":
+            raise ModelLoadError(
+                f"{self.path}: key {key!r} is an array of {value.dtype}s, not integers"
+            )
+        return value
+
     def get_mapping(self, key: str) -> TypedMapping:
         value = self._get(key, None, "an object")
         if not isinstance(value, dict):
