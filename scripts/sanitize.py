@@ -74,6 +74,7 @@ def environment(sanitizers: str) -> dict[str, str]:
         "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
         "TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1",
         "PYTHONMALLOC": "malloc",
+        "OPENBLAS_NUM_THREADS": "1",  # NumPy's threads, whose ways of waiting are not seen
     }
 
 
