@@ -18,6 +18,8 @@ class ToolParser:
 
     markers: tuple[str, ...] = ()
     """Texts that introduce calls. They may be special tokens."""
+    closing = ""
+    """The text behind calls, in formats that have one."""
     id_length = 24
 
     schemas: Mapping[str, Any] = {}
@@ -29,6 +31,7 @@ class ToolParser:
         self._delta = ParsedDelta()
         self._scanner = MarkerScanner(self.markers)
         self._drop_space = False
+        self._tail = ""  # what may be the beginning of ``closing``
         self._state: Callable[[str], None] = self._in_content
 
     def feed(self, text: str) -> ParsedDelta:
@@ -66,6 +69,23 @@ class ToolParser:
             self._emit_content(raw)
         else:
             self._drop_space = True
+
+    def _expect_closing(self) -> None:
+        """The calls are complete: ``closing`` may follow, or else content."""
+        self._tail = ""
+        self._state = self._before_closing
+
+    def _before_closing(self, char: str) -> None:
+        if not self._tail and char.isspace():
+            return
+        self._tail += char
+        if self._tail == self.closing:
+            self._back_to_content()
+        elif not self.closing.startswith(self._tail):
+            tail = self._tail
+            self._back_to_content()
+            for again in tail:
+                self._state(again)
 
     def _emit_content(self, text: str) -> None:
         if self._drop_space:  # white space after a call separates it from what follows

@@ -76,23 +76,14 @@ class HermesParser(JsonCallParser):
         return self._before[:-1]
 
     def _after_object(self) -> None:
-        self._tail = ""
         self._before = "{"
-        self._state = self._before_closing
+        self._expect_closing()
 
     def _before_closing(self, char: str) -> None:
-        if not self._tail and char.isspace():
-            return
-        self._tail += char
-        if self._tail == self.closing:
-            self._back_to_content()
-        elif self._tail == "{":  # a second object without markers of its own
+        if not self._tail and char == "{":  # a second object without markers of its own
             self._begin_object()
-        elif not self.closing.startswith(self._tail):
-            tail = self._tail
-            self._back_to_content()
-            for again in tail:
-                self._state(again)
+        else:
+            super()._before_closing(char)
 
     def _end(self) -> None:
         if self._state == self._before_object:
@@ -245,20 +236,7 @@ class NemotronParser(MistralParser):
             self._back_to_content(self._before)
 
     def _end_array(self) -> None:
-        self._tail = ""
-        self._state = self._before_closing
-
-    def _before_closing(self, char: str) -> None:
-        if not self._tail and char.isspace():
-            return
-        self._tail += char
-        if self._tail == self.closing:
-            self._back_to_content()
-        elif not self.closing.startswith(self._tail):
-            tail = self._tail
-            self._back_to_content()
-            for again in tail:
-                self._state(again)
+        self._expect_closing()
 
 
 class NamedCallParser(ToolParser):

@@ -64,8 +64,7 @@ class PythonicParser(ToolParser):
                 self._back_to_content(self._raw)
             else:
                 self._raw = ""
-                self._tail = ""
-                self._state = self._after_list
+                self._expect_closing()
             return
         self._call += char
         self._follow(char)
@@ -101,18 +100,6 @@ class PythonicParser(ToolParser):
             return
         self._begin_call(*call)
         self._raw = self._call = ""
-
-    def _after_list(self, char: str) -> None:
-        if not self._tail and char.isspace():
-            return
-        self._tail += char
-        if self._tail == self.closing:
-            self._back_to_content()
-        elif not self.closing.startswith(self._tail):
-            tail = self._tail
-            self._back_to_content()
-            for again in tail:
-                self._state(again)
 
     def _end(self) -> None:
         if self._state in (self._at_start, self._in_list):
