@@ -255,9 +255,24 @@ class Renderer:
         parsed = parse_prompt(prompt)
         limit = truncation_limit(params, self.config.model_config.max_model_len)
         if parsed.embeds is not None:
-            return self._render_embeds(parsed, params, limit, extras, arrival_time)
-        if parsed.images:
-            return self._render_images(parsed, params, limit, extras, arrival_time)
+            result = self._render_embeds(parsed, params, limit, arrival_time)
+        elif parsed.images:
+            salt = (extras or {}).get("cache_salt", parsed.cache_salt)
+            result = self._render_images(parsed, params, limit, salt, arrival_time)
+        else:
+            result = self._render_tokens(parsed, params, limit, arrival_time)
+        if extras:
+            result.update(extras)  # type: ignore[typeddict-item]
+        return result
+
+    def _render_tokens(
+        self,
+        parsed: ParsedPrompt,
+        params: TokenizeParams,
+        limit: int | None,
+        arrival_time: float,
+    ) -> RenderedPrompt:
+        """A prompt of text or ids."""
         token_ids = parsed.token_ids
         ends: tuple[list[int], list[int]] = ([], [])
         if token_ids is None:
@@ -277,8 +292,6 @@ class Renderer:
         )
         if parsed.token_type_ids is not None:
             result["token_type_ids"] = truncate(parsed.token_type_ids, limit, params, ends)
-        if extras:
-            result.update(extras)  # type: ignore[typeddict-item]
         return result
 
     def _render_embeds(
@@ -286,13 +299,12 @@ class Renderer:
         parsed: ParsedPrompt,
         params: TokenizeParams,
         limit: int | None,
-        extras: Mapping[str, Any] | None,
         arrival_time: float,
     ) -> RenderedPrompt:
         """A prompt of embeddings: no ids, so zeros stand for them."""
         rows = prompt_rows(parsed.embeds, self.config.model_config, may_be_cut=limit is not None)
         kept = truncate(rows, limit, params)
-        result = RenderedPrompt(
+        return RenderedPrompt(
             type="embeds",
             prompt_token_ids=[0] * len(kept),
             prompt=parsed.text,
@@ -301,22 +313,18 @@ class Renderer:
             num_truncated_tokens=len(rows) - len(kept),
             prompt_embeds=kept,
         )
-        if extras:
-            result.update(extras)  # type: ignore[typeddict-item]
-        return result
 
     def _render_images(
         self,
         parsed: ParsedPrompt,
         params: TokenizeParams,
         limit: int | None,
-        extras: Mapping[str, Any] | None,
+        cache_salt: str | None,
         arrival_time: float,
     ) -> RenderedPrompt:
         """A prompt with pictures, in place of whose placeholders stand what the encoder needs."""
         mm = self._images()
-        salt = (extras or {}).get("cache_salt", parsed.cache_salt)
-        images = mm.prepare(parsed.images, self.config.model_config.max_model_len, salt)
+        images = mm.prepare(parsed.images, self.config.model_config.max_model_len, cache_salt)
         if parsed.token_ids is not None:
             encode = functools.partial(self.get_tokenizer().encode, add_special_tokens=False)
             token_ids = mm.expand_ids(parsed.token_ids, images, encode)
@@ -328,7 +336,7 @@ class Renderer:
                 f"the prompt has {len(token_ids)} tokens with its {len(images)} images, and one "
                 f"with images cannot be truncated to {limit}; shorten it or send fewer images"
             )
-        result = RenderedPrompt(
+        return RenderedPrompt(
             type="multimodal",
             prompt_token_ids=token_ids,
             prompt=parsed.text,
@@ -337,9 +345,6 @@ class Renderer:
             num_truncated_tokens=0,
             mm_items=mm.find_places(token_ids, images),
         )
-        if extras:
-            result.update(extras)  # type: ignore[typeddict-item]
-        return result
 
     def _images(self) -> MultiModalProcessor:
         """What prepares pictures; raises UnsupportedFeatureError where there is none."""
