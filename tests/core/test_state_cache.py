@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tellin.config import SpeculativeConfig
+from tellin.core.block_pool import BlockPool
 from tellin.core.kv_sizing import plan_kv_cache
 from tellin.core.state_cache import StateCacheManager
 from tellin.exceptions import OutOfMemoryError
@@ -54,6 +55,17 @@ def test_the_same_prompt_goes_on_from_its_last_block(length: int, again: int) ->
     assert ask(driver, "a", prompt) == length
     assert ask(driver, "b", prompt) == again
     assert ask(driver, "c", prompt) == again
+
+
+def test_no_snapshot_without_the_block_at_its_end() -> None:
+    """Whatever kept a block from being published; the slot is free again."""
+    driver = stateful()
+    driver.add("a", unlike(1, 39), 4)
+    assert driver.scheduler.schedule().state_saves
+    pool = BlockPool(16, True)
+    states(driver).publish(pool)
+    assert states(driver).num_snapshots == 0
+    states(driver).check(driver.scheduler.running, pool)
 
 
 def test_where_prefixes_fork_the_second_leaves_a_snapshot_for_the_third() -> None:
