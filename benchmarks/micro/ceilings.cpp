@@ -34,7 +34,7 @@ TELLIN_CEILING(fma256, TELLIN_CHAINS(TELLIN_FMA256))
 
 void add_products(const std::string& isa) {
   const std::string name = "ceiling/" + isa;
-  if (isa == "avx512") {
+  if (isa == "avx512" || isa == "amx") {
     benchmark::RegisterBenchmark((name + "/int8").c_str(), dot512, 64.0);
     benchmark::RegisterBenchmark((name + "/float32").c_str(), fma512, 16.0);
   } else if (isa == "avx2" || isa == "avxvnni") {

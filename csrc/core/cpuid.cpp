@@ -3,6 +3,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -23,14 +27,29 @@ bool bit(uint32_t word, int index) {
   return (word >> index) & 1;
 }
 
+// Whether threads of this process may use tiles: Linux wants to be asked, for their state is large. It
+// refuses, for one, where a thread's stack for signals has no room for it.
+[[maybe_unused]] bool ask_for_tiles() {
+#ifdef TELLIN_EMULATE_TILES
+  return true;
+#elif defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 #endif
 
-CpuFeatures cpu_features() {
+namespace {
+
+CpuFeatures find_features() {
   CpuFeatures features{};
 #if defined(__x86_64__)
-  // Source: Intel SDM volume 2A, CPUID leaves 1 and 7 (subleaves 0 and 1); XCR0 bits 1-2 (SSE, AVX) and 5-7
-  // (AVX-512 state).
+  // Source: Intel SDM volume 2A, CPUID leaves 1 and 7 (subleaves 0 and 1); XCR0 bits 1-2 (SSE, AVX), 5-7
+  // (AVX-512 state) and 17-18 (tiles).
   uint32_t a, b, c, d;
   if (!__get_cpuid(1, &a, &b, &c, &d)) return features;
   const bool osxsave = bit(c, 27), avx = bit(c, 28), fma = bit(c, 12), f16c = bit(c, 29);
@@ -40,7 +59,15 @@ CpuFeatures cpu_features() {
   features.avx2 = (xcr0 & 0x06) == 0x06 && fma && f16c && bit(b, 5) && bit(b, 8);
   const bool avx512 = bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31) && bit(c, 11);
   const uint32_t max_subleaf = a;
+#ifdef TELLIN_EMULATE_TILES
+  const bool tiles = true;
+#else
+  const bool tiles = bit(d, 24) && bit(d, 25) && (xcr0 & 0x60000) == 0x60000;
+#endif
   features.avx512 = features.avx2 && (xcr0 & 0xe6) == 0xe6 && avx512;
+#ifdef TELLIN_HAVE_AMX
+  features.amx = features.avx512 && tiles && ask_for_tiles();
+#endif
   if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
     features.avxvnni = features.avx2 && bit(a, 4);
 #elif defined(__aarch64__) && defined(__linux__)
@@ -48,6 +75,13 @@ CpuFeatures cpu_features() {
 #elif defined(__aarch64__) && defined(__APPLE__)
   features.neon = true;  // every Apple arm64 processor with a desktop operating system has dot products
 #endif
+  return features;
+}
+
+}  // namespace
+
+const CpuFeatures& cpu_features() {
+  static const CpuFeatures features = find_features();
   return features;
 }
 

@@ -7,7 +7,7 @@ namespace tellin {
 namespace {
 
 struct Variants {
-  LinearKernels tables[5];  // best first
+  LinearKernels tables[6];  // best first
   int count = 0;
 
   void add(const LinearKernels* isa_table) {
@@ -23,6 +23,9 @@ struct Variants {
 
   Variants() {
     [[maybe_unused]] const CpuFeatures features = cpu_features();
+#ifdef TELLIN_HAVE_AMX
+    if (features.amx) add(amx_linear_table());
+#endif
 #ifdef TELLIN_HAVE_AVX512
     if (features.avx512) add(avx512_linear_table());
 #endif

@@ -17,15 +17,17 @@ const LinearKernels* portable_linear_table();
 const LinearKernels* avx2_linear_table();
 const LinearKernels* avxvnni_linear_table();
 const LinearKernels* avx512_linear_table();
+const LinearKernels* amx_linear_table();
 const LinearKernels* neon_linear_table();
 
-// What this processor and its operating system allow.
+// What this processor and its operating system allow. The first call asks the latter for the use of AMX's tiles.
 struct CpuFeatures {
   bool avx2;     // AVX2, FMA, F16C, BMI2
   bool avxvnni;  // avx2 and AVX-VNNI
   bool avx512;   // F, BW, VL, DQ, VNNI
+  bool amx;      // avx512 and tiles of 8-bit integers
   bool neon;     // Advanced SIMD with dot products
 };
-CpuFeatures cpu_features();
+const CpuFeatures& cpu_features();
 
 }  // namespace tellin

@@ -37,6 +37,9 @@ constexpr Variant kVariants[] = {
 #ifdef TELLIN_HAVE_AVX512
     {"avx512", vector_table_avx512, attention_table_avx512, recurrent_table_avx512},
 #endif
+#ifdef TELLIN_HAVE_AMX  // differs in the linear kernels only
+    {"amx", vector_table_avx512, attention_table_avx512, recurrent_table_avx512},
+#endif
 #ifdef TELLIN_HAVE_NEON
     {"neon", vector_table_neon, attention_table_neon, recurrent_table_neon},
 #endif

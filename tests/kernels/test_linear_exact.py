@@ -161,7 +161,7 @@ def test_tiny_and_huge_activations(
 
 def test_wide_variants_agree_bitwise() -> None:
     """AVX2 and AVX-512 do the same roundings in the same order."""
-    wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512")]
+    wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512", "amx")]
     rng = np.random.default_rng(5)
     for quant_type, precision in MODES:
         k = {256: 512, 128: 640, 32: 608, 1: 303}[quant_type.block_size]
@@ -183,7 +183,7 @@ def test_nearly_constant_rows(quant_type: QuantType, precision: str) -> None:
     noise = np.random.default_rng(6).standard_normal((10, 512))
     spread = np.array([0, 1e-7, 1e-6, 1e-5, 1e-4, 1e-4, 1e-3, 1e-2, 0.1, 1])[:, None]
     x = ((3.7 + spread * noise) * np.tile([1, -1], 5)[:, None]).astype(np.float32)
-    wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512")]
+    wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512", "amx")]
     results = []
     for variant in wide or VARIANTS:
         packed = pack(variant, w, precision)
@@ -208,7 +208,7 @@ def test_any_exponent_of_mxfp4(precision: str) -> None:
     x = rng.standard_normal((64, k)).astype(np.float32)
     x[:16] *= np.float32(2.0**-70)
     x[16:32] *= np.float32(2.0**90)
-    wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512")]
+    wide = [v for v in VARIANTS if v in ("avx2", "avxvnni", "avx512", "amx")]
     results = []
     for variant in wide or VARIANTS:
         packed = pack(variant, w, precision)

@@ -14,7 +14,7 @@ from tests.kernels.test_attention import CASES as ATTENTION
 from tests.models.stepping import logits_of
 from tests.models.tiny import ALL_CASES, MAX_MODEL_LEN, tiny_source, tiny_token_ids
 
-WIDE = [isa for isa in _C.linear_variants() if isa in ("avx2", "avxvnni", "avx512")]
+WIDE = [isa for isa in _C.linear_variants() if isa in ("avx2", "avxvnni", "avx512", "amx")]
 
 
 @pytest.mark.skipif(len(WIDE) < 2, reason="this processor runs one vector variant")

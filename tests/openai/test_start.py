@@ -25,7 +25,7 @@ def test_the_printed_block(server: Server) -> None:
     )
     text = "".join(block)
     assert "model    llama, context 2048 tokens" in text
-    assert re.search(r"compute  1 threads?, (avx512|avx2|neon|portable)", text)
+    assert re.search(r"compute  1 threads?, (amx|avx512|avx2|neon|portable)", text)
     assert "memory   KV pool of 16368 tokens in 1024 blocks" in text  # one is the null block
 
 

@@ -87,8 +87,8 @@ struct LinearKernels {
   void (*pad_row)(ActPrecision precision, int64_t k, int64_t row, const QuantizedRows& out);
 };
 
-// Table of the best variant this machine runs (isa == nullptr), or of the one named: "avx512", "avxvnni",
-// "avx2", "neon" or "portable" (nullptr if it is unknown or cannot run here).
+// Table of the best variant this machine runs (isa == nullptr), or of the one named: "amx", "avx512",
+// "avxvnni", "avx2", "neon" or "portable" (nullptr if it is unknown or cannot run here).
 const LinearKernels* linear_kernels(const char* isa);
 
 // The variants this machine runs, best first.

@@ -6,6 +6,7 @@
 // (32 * 127 * 255 * 128 < 2^31).
 #pragma once
 #include "int_tables.h"
+#include "streaming.h"
 #include "tellin/linear.h"
 
 namespace tellin {
@@ -170,22 +171,28 @@ constexpr bool is_tight(int values) {
   return Act::kPlanes == 1 && kHalf < 0 && values >= 10;
 }
 
+// The block that is fetched quad by quad; at nullptr: none.
+struct QuadFetch {
+  const uint8_t* at;
+  bool past_caches;
+};
+
 // Adds quad kQuad of a block: its codes x every plane of the activations, and the codes themselves (kStarts:
 // to nothing). kIsTight: their sum is formed at once, for the compiler likes to keep all codes until the end.
-// `fetch`: the block that is fetched meanwhile (see fetches_by_quad); nullptr: none. `unpacked`: where the
+// `fetch`: the block that is fetched meanwhile (see fetches_by_quad). `unpacked`: where the
 // codes are left; nullptr: nowhere.
 template <QuantType T, int kQuad, bool kStarts, bool kIsTight, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
                                  __m512i (&sum)[Act::kPlanes][kGroups][kTokens], __m512i (&code_sum)[kGroups],
-                                 const uint8_t* fetch, SumTables* unpacked) {
+                                 const QuadFetch& fetch, SumTables* unpacked) {
   constexpr PackedFormat kFormat = format_of(T);
   if constexpr (fetches_by_quad<T>(kGroups)) {
     constexpr int kLines = (kFormat.super_bytes() / kFormat.blocks() + 63) / 64;
-    if (fetch != nullptr) {
+    if (fetch.at != nullptr) {
 #pragma GCC unroll 2
       for (int i = kQuad * kLines / 8; i < (kQuad + 1) * kLines / 8; ++i) {
 #pragma GCC unroll 2
-        for (int g = 0; g < kGroups; ++g) __builtin_prefetch(fetch + g * group_bytes + 64 * i, 0, 0);
+        for (int g = 0; g < kGroups; ++g) fetch_line(fetch.at + g * group_bytes + 64 * i, fetch.past_caches);
       }
     }
   }
@@ -220,7 +227,7 @@ TELLIN_INLINE void multiply_quad(const uint8_t* codes, size_t group_bytes, const
 // `code_pair`: pairs (sum of codes - features * zero point, zero point) in the rows' 32-bit lanes.
 template <QuantType T, TileKind kKind, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                              SumTables& tables, __m512i (&out)[kGroups][kTokens], const uint8_t* fetch) {
+                              SumTables& tables, __m512i (&out)[kGroups][kTokens], const QuadFetch& fetch) {
   constexpr PackedFormat kFormat = format_of(T);
   constexpr int kPair = kHalf + 1;
   constexpr int kQuads = kHalf < 0 ? 8 : 4;
@@ -283,7 +290,7 @@ TELLIN_INLINE void first_sums(const uint8_t* codes, size_t group_bytes, const Ac
 // Exact sums of (codes - zero point) x whole activations over a block (kHalf < 0) or its half kHalf.
 template <QuantType T, TileKind kKind, int kHalf, class Act, int kGroups, int kTokens>
 TELLIN_INLINE void block_sums(const uint8_t* codes, size_t group_bytes, const ActRows<Act, kTokens>& x,
-                              SumTables& tables, __m512i (&sum)[kGroups][kTokens], const uint8_t* fetch) {
+                              SumTables& tables, __m512i (&sum)[kGroups][kTokens], const QuadFetch& fetch) {
   if constexpr (kKind == TileKind::kReader && kHasZeroTable<T>) {
     look_up_starts<T>(x, kHalf + 1, tables, sum);
     add_quads<T, 0, kHalf>(codes, group_bytes, x, sum);

@@ -5,6 +5,7 @@
 // one chain of fused multiply-adds over the features in order, whatever the tile.
 #pragma once
 #include "codes.h"
+#include "streaming.h"
 #include "tellin/linear.h"
 
 namespace tellin {
@@ -311,7 +312,7 @@ void run_stored(const FloatProblem& p, int64_t m0, int tokens, int64_t g0, const
     k1 = k0 >= last ? p.w.k : k0 + chunk < last ? k0 + chunk : last;
     const int64_t bytes = k0 / 4 * kBytesOf4;
     Prefetch ahead = {k0 < last ? group + bytes + kAheadBytes : after + (bytes - last / 4 * kBytesOf4),
-                      p.w.group_bytes, kBytesOf4, num_tiles == 1};
+                      p.w.group_bytes, kBytesOf4, num_tiles == 1 && streaming().past_caches};
     for (int i = 0; i < num_tiles; ++i) {
       if (i > 0) ahead.step = 0;
       const int t0 = tokens * i / num_tiles, t1 = tokens * (i + 1) / num_tiles;

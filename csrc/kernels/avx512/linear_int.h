@@ -26,10 +26,6 @@ constexpr int kMaxTile = 6;  // tokens of a tile: 2 x 6 integer and 2 x 6 float 
 constexpr int kMaxTokens = 192;      // tokens that share a pass over the weights: 24 KiB of accumulators
 constexpr int kPrefetchBlocks = 16;  // how far ahead of its use a block of codes is fetched
 
-// Up to this many tokens wait for memory, which is read fastest in one stream per core: one group at a time
-// (Zen 5 beside busy neighbours: 48 GB/s for one token, with two groups 41).
-constexpr int kSingleTokens = 2;
-
 // More tiles than this read tables: only then they pay.
 template <QuantType T>
 constexpr int kTilesWithoutTables = format_of(T).per16()    ? 5
@@ -50,11 +46,12 @@ struct Tile {
   int64_t end_stride;
   __mmask16 end_mask;  // of the last group
   // Codes of a later chunk, fetched while the tile computes: with each block `fetch_lines` lines of each
-  // group, the next block's being `fetch_step` bytes further. The only tile fetches all of it, and no
-  // copy needs to stay in L2.
+  // group, the next block's being `fetch_step` bytes further. The only tile fetches all of it, `past_caches`
+  // if no copy needs to stay there.
   const uint8_t* fetch;
   int fetch_lines;
   int fetch_step;
+  bool past_caches;
 };
 
 // Fetches what is due with a block of kGroups groups.
@@ -63,10 +60,17 @@ TELLIN_INLINE void prefetch_codes(const Tile& tile, const uint8_t*& fetch) {
   constexpr int kBytes = format_of(T).super_bytes() / format_of(T).blocks();
   if constexpr (kKind == TileKind::kOnly) {
     if constexpr (!fetches_by_quad<T>(kGroups)) {
+      const auto fetch_block = [&](bool past_caches) __attribute__((always_inline)) {
 #pragma GCC unroll 2
-      for (int g = 0; g < kGroups; ++g) {
+        for (int g = 0; g < kGroups; ++g) {
 #pragma GCC unroll 10
-        for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(fetch + g * tile.group_bytes + i, 0, 0);
+          for (int i = 0; i < kBytes; i += 64) fetch_line(fetch + g * tile.group_bytes + i, past_caches);
+        }
+      };
+      if (tile.past_caches) {
+        fetch_block(true);
+      } else {
+        fetch_block(false);
       }
     }
     fetch += kBytes;
@@ -138,7 +142,7 @@ TELLIN_INLINE void add_minima(const ActRows<Act, kTokens>& x, const SumTables* t
 // One 32-feature block: acc[group][token] += scaled integer sums (and minima). `fetch`: see multiply_quad.
 template <QuantType T, TileKind kKind, int kGroups, int kTokens>
 TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<Act8, kTokens>& x,
-                             SumTables* tables, __m512 (&acc)[kGroups][kTokens], const uint8_t* fetch) {
+                             SumTables* tables, __m512 (&acc)[kGroups][kTokens], const QuadFetch& fetch) {
   __m512i sum[kGroups][kTokens];
   constexpr int kSums = format_of(T).per16() ? 2 : 1;
   block_sums<T, kKind, kSums == 2 ? 0 : -1>(codes, group_bytes, x, tables[0], sum, fetch);
@@ -153,7 +157,7 @@ TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const Act
 // The same with 15-bit activations, whose scale is multiplied last.
 template <QuantType T, TileKind kKind, int kGroups, int kTokens>
 TELLIN_INLINE void add_block(const uint8_t* codes, size_t group_bytes, const ActRows<Act16, kTokens>& x,
-                             SumTables* tables, __m512 (&acc)[kGroups][kTokens], const uint8_t* fetch) {
+                             SumTables* tables, __m512 (&acc)[kGroups][kTokens], const QuadFetch& fetch) {
   constexpr PackedFormat kFormat = format_of(T);
   __m512i sum[kGroups][kTokens];
   __m512 product[kGroups][kTokens];
@@ -201,7 +205,7 @@ __attribute__((noinline)) void run_tile(const Tile& tile) {
   for (int s = 0; s < tile.num_supers; ++s) {
     codes += kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b) {
-      const uint8_t* by_quad = kKind == TileKind::kOnly ? fetch : nullptr;
+      const QuadFetch by_quad = {kKind == TileKind::kOnly ? fetch : nullptr, tile.past_caches};
       prefetch_codes<T, kKind, kGroups>(tile, fetch);
       add_block<T, kKind>(codes, group_bytes, rows, tables, acc, by_quad);
       codes += kFormat.block_bytes();
@@ -290,6 +294,7 @@ void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const u
   tile.group_bytes = group_bytes;
   tile.row_bytes = p.x.row_bytes;
   tile.tables = tables;
+  tile.past_caches = streaming().past_caches;
   const uint8_t* x = p.x.data + m0 * p.x.row_bytes;
   int64_t chunk_end = (num_supers - 1) % chunk_supers + 1;
   for (int64_t s0 = 0; s0 < num_supers; s0 = chunk_end, chunk_end += chunk_supers) {
@@ -350,7 +355,7 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
   for (int64_t i = 0; i < num_passes; ++i) {
     const int64_t begin = m0 + (m1 - m0) * i / num_passes, end = m0 + (m1 - m0) * (i + 1) / num_passes;
     const int tokens = static_cast<int>(end - begin);
-    const int64_t step = tokens <= kSingleTokens ? 1 : 2;
+    const int64_t step = tokens <= streaming().single_tokens ? 1 : 2;
     for (int64_t g = g0; g < g1; g += step) {
       const uint8_t* after = w.data + (g + step) * w.group_bytes;
       if (g + step >= g1 && w.follow != nullptr) after = w.follow;
