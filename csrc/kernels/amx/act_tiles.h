@@ -14,15 +14,13 @@ namespace {
 constexpr int kActTileBytes = 2 * kBlockK;
 
 struct ActFactors {
-  float scale, sum, half_sum[2];  // as in Act8
+  float scale, sum;  // as in Act8
 };
-static_assert(sizeof(ActFactors) == 16 && offsetof(Act8, sum) == offsetof(Act8, scale) + 4 &&
-                  offsetof(Act8, half_sum) == offsetof(Act8, sum) + 4,
-              "factors are copied from the record");
+static_assert(offsetof(Act8, sum) == offsetof(Act8, scale) + sizeof(float), "copied from the record");
 
 // Of 8 blocks.
 constexpr int64_t kActPartBytes = 8 * (sizeof(Act8) + kActTileBytes + sizeof(ActFactors));
-static_assert(kActPartBytes % 128 == 0, "one line more makes their number odd");
+static_assert(kActPartBytes % 64 == 0, "rows are whole cache lines");
 
 constexpr int64_t blocks_of_row(int64_t row_bytes) {
   return row_bytes / kActPartBytes * 8;
@@ -36,7 +34,7 @@ constexpr int64_t factors_offset(int64_t row_bytes) {
 
 size_t tiled_row_bytes(int64_t k, ActPrecision precision) {
   if (precision == ActPrecision::kInt16) return act_row_bytes(k, true);
-  return static_cast<size_t>((k + 255) / 256 * kActPartBytes + 64);
+  return static_cast<size_t>(((k + 255) / 256 * kActPartBytes / 64 | 1) * 64);
 }
 
 // Writes what tiles read of blocks [begin, end) of a row whose records are there.
@@ -49,13 +47,14 @@ TELLIN_INLINE void write_tiles(uint8_t* row, int64_t row_bytes, int64_t begin, i
     const __m256i zero = _mm256_set1_epi8(static_cast<char>(records[b].zero_pair[0][0]));
     const __m512i tile = _mm512_inserti64x4(_mm512_castsi256_si512(q), zero, 1);
     _mm512_store_si512(tiles + b * kActTileBytes, tile);
-    _mm_store_ps(&factors[b].scale, _mm_load_ps(&records[b].scale));
+    std::memcpy(&factors[b], &records[b].scale, sizeof(ActFactors));
   }
 }
 
 // Nothing reads the line that makes their number odd; it is written all the same.
 TELLIN_INLINE void end_row(uint8_t* row, int64_t row_bytes) {
-  std::memset(row + row_bytes - 64, 0, 64);
+  const int64_t end = row_bytes / kActPartBytes * kActPartBytes;
+  std::memset(row + end, 0, static_cast<size_t>(row_bytes - end));
 }
 
 void quantize_tiled_row(ActPrecision precision, const float* x, int64_t k, int64_t row,

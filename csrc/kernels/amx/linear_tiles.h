@@ -20,9 +20,11 @@ namespace {
 
 constexpr int kMaxGroups = 4;    // that share the loads of a tile of rows from L2
 constexpr int kMaxTokens = 192;  // that share a pass over the weights
-constexpr int kLeastTokens = 8;  // fewer are faster without tiles
+// Fewer are faster without tiles (Sapphire Rapids; of codes of 8 bits, twice as many sums are made).
+template <QuantType T>
+constexpr int kLeastTokens = format_of(T).code_bits() == 8 ? 48 : 32;
 constexpr int kMaxRowTiles = kMaxTokens / kTileRows;
-constexpr int kMaxSums = 64;   // blocks, or halves with scales of their own, of a chunk of all groups
+constexpr int kMaxSums = 64;   // blocks of a chunk of all groups
 constexpr int kWideSums = 32;  // the same of codes of 8 bits
 
 // Least and greatest signed code.
@@ -44,10 +46,9 @@ constexpr int quads_of_sum(PackedFormat f) {
   return fits >= 8 ? 8 : fits >= 4 ? 4 : 1;
 }
 
-// Quads of a block as they are multiplied, then their sums; of a half (scales per 16 features), the other's
-// are zero.
+// Quads of a block as they are multiplied: of its codes, then of their sums.
 constexpr int quads_of_tile(PackedFormat f) {
-  return f.per16() ? 9 : 8 + 8 / quads_of_sum(f);
+  return 8 + 8 / quads_of_sum(f);
 }
 
 template <int kQuads>
@@ -86,8 +87,8 @@ TELLIN_INLINE void multiply_block(const uint8_t* tiles, int64_t row_bytes, const
   add_tile_product<kOdd, 2 + kOdd, 4 + kOdd>();
 }
 
-// acc[row] += integers x scales, and with the last sum of a block the minima x sums of activations.
-template <bool kHasMin, int kHalf, int kQuads, int kTokens>
+// acc[row] += integers x scales, then the minima x sums of activations.
+template <bool kHasMin, int kQuads, int kTokens>
 TELLIN_INLINE void add_integers(const Integers& integers, const TileSum<kQuads>* sum,
                                 const char* const (&factors)[(kTokens + 2) / 3], int64_t stride,
                                 __m512 (&acc)[kTokens]) {
@@ -97,11 +98,8 @@ TELLIN_INLINE void add_integers(const Integers& integers, const TileSum<kQuads>*
     const auto* x = reinterpret_cast<const ActFactors*>(factors[t / 3] + t % 3 * stride);
     const __m512 product = _mm512_mul_ps(scale, broadcast_float(&x->scale));
     acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(integers[t])), product, acc[t]);
-    if constexpr (kHasMin && kHalf < 0) {
+    if constexpr (kHasMin) {
       acc[t] = _mm512_fmadd_ps(_mm512_load_ps(sum->minimum), broadcast_float(&x->sum), acc[t]);
-    } else if constexpr (kHasMin && kHalf == 1) {
-      acc[t] = _mm512_fmadd_ps(_mm512_load_ps((sum - 1)->minimum), broadcast_float(&x->half_sum[0]), acc[t]);
-      acc[t] = _mm512_fmadd_ps(_mm512_load_ps(sum->minimum), broadcast_float(&x->half_sum[1]), acc[t]);
     }
   }
 }
@@ -113,7 +111,7 @@ TELLIN_INLINE void fetch_codes(const TileRun<kQuads>& run, const uint8_t*& fetch
   fetch += run.fetch_step;
 }
 
-template <bool kHasMin, bool kPer16, int kQuads, int kTokens>
+template <bool kHasMin, int kQuads, int kTokens>
 __attribute__((noinline)) void run_row_tile(const TileRun<kQuads>& run) {
   alignas(64) Integers integers[2];
   __m512 acc[kTokens];
@@ -133,32 +131,26 @@ __attribute__((noinline)) void run_row_tile(const TileRun<kQuads>& run) {
 #pragma GCC unroll 6
     for (int i = 0; i < (kTokens + 2) / 3; ++i) factors[i] += sizeof(ActFactors);
   };
-  constexpr int kOddTile = kPer16 ? 0 : kActTileBytes;  // halves read the same rows
-  constexpr int kStep = kPer16 ? kActTileBytes : 2 * kActTileBytes;
-  const int num_pairs = kPer16 ? run.num_blocks : run.num_blocks / 2;
   const TileSum<kQuads>* sum = run.sums;
   const uint8_t* tiles = run.tiles;
   const uint8_t* fetch = run.fetch;
   multiply_block<0>(tiles, stride, sum);
-  multiply_block<1>(tiles + kOddTile, stride, sum + 1);
+  multiply_block<1>(tiles + kActTileBytes, stride, sum + 1);
   store_tile<0>(integers[0], kVectorBytes);
-  for (int i = 1;; ++i) {
-    const bool is_last = i == num_pairs;
-    tiles += kStep;
-    if (!is_last) multiply_block<0>(tiles, stride, sum + 2);
+  for (int left = run.num_blocks - 2;; left -= 2) {
+    tiles += 2 * kActTileBytes;
+    if (left > 0) multiply_block<0>(tiles, stride, sum + 2);
     store_tile<1>(integers[1], kVectorBytes);
-    add_integers<kHasMin, kPer16 ? 0 : -1, kQuads, kTokens>(integers[0], sum, factors, stride, acc);
+    add_integers<kHasMin, kQuads, kTokens>(integers[0], sum, factors, stride, acc);
     fetch_codes(run, fetch);
-    if constexpr (!kPer16) {
-      next_block();
-      fetch_codes(run, fetch);
-    }
-    if (!is_last) {
-      multiply_block<1>(tiles + kOddTile, stride, sum + 3);
+    next_block();
+    if (left > 0) {
+      multiply_block<1>(tiles + kActTileBytes, stride, sum + 3);
       store_tile<0>(integers[0], kVectorBytes);
     }
-    add_integers<kHasMin, kPer16 ? 1 : -1, kQuads, kTokens>(integers[1], sum + 1, factors, stride, acc);
-    if (is_last) break;
+    add_integers<kHasMin, kQuads, kTokens>(integers[1], sum + 1, factors, stride, acc);
+    fetch_codes(run, fetch);
+    if (left == 0) break;
     next_block();
     sum += 2;
   }
@@ -170,29 +162,30 @@ __attribute__((noinline)) void run_row_tile(const TileRun<kQuads>& run) {
 template <int kQuads>
 using RunFunction = void (*)(const TileRun<kQuads>&);
 
-template <bool kHasMin, bool kPer16, int kQuads, int kTokens = kLeastTokens>
-RunFunction<kQuads> run_of(int tokens) {
+// Rows of a tile of a pass, which has two tiles or more.
+constexpr int kLeastRows = (2 * kTileRows + 3) / 3;
+
+template <bool kHasMin, int kQuads, int kTokens = kLeastRows>
+RunFunction<kQuads> run_of(int rows) {
   if constexpr (kTokens < kTileRows) {
-    if (tokens > kTokens) return run_of<kHasMin, kPer16, kQuads, kTokens + 1>(tokens);
+    if (rows > kTokens) return run_of<kHasMin, kQuads, kTokens + 1>(rows);
   }
-  return run_row_tile<kHasMin, kPer16, kQuads, kTokens>;
+  return run_row_tile<kHasMin, kQuads, kTokens>;
 }
 
-// The signed codes of a block, or of its half kHalf, and their sums.
-template <QuantType T, int kHalf, int kQuad, int kQuads>
+// The signed codes of a block from quad kQuad on, and their sums.
+template <QuantType T, int kQuad, int kQuads>
 TELLIN_INLINE void unpack_quads(const uint8_t* block, int8_t (&codes)[kQuads][kVectorBytes], __m512i sum) {
   constexpr PackedFormat kFormat = format_of(T);
-  constexpr int kPerSum = kHalf >= 0 ? 4 : quads_of_sum(kFormat);
-  constexpr int kFirst = kHalf > 0 ? 4 : 0, kEnd = kHalf == 0 ? 4 : 8;
+  constexpr int kPerSum = quads_of_sum(kFormat);
   __m512i quad = load_quad<T, kQuad>(block);
   if constexpr (kFormat.zero_point() != 0) {
     quad = _mm512_sub_epi8(quad, _mm512_set1_epi8(static_cast<char>(kFormat.zero_point())));
   }
   _mm512_store_si512(codes[kQuad], quad);
-  constexpr int kNth = kQuad - kFirst;
-  sum = kNth % kPerSum == 0 ? quad : _mm512_add_epi8(sum, quad);
-  if constexpr ((kNth + 1) % kPerSum == 0) _mm512_store_si512(codes[8 + kNth / kPerSum], sum);
-  if constexpr (kQuad + 1 < kEnd) unpack_quads<T, kHalf, kQuad + 1>(block, codes, sum);
+  sum = kQuad % kPerSum == 0 ? quad : _mm512_add_epi8(sum, quad);
+  if constexpr ((kQuad + 1) % kPerSum == 0) _mm512_store_si512(codes[8 + kQuad / kPerSum], sum);
+  if constexpr (kQuad < 7) unpack_quads<T, kQuad + 1>(block, codes, sum);
 }
 
 // `count` super-blocks of a group.
@@ -204,14 +197,8 @@ void unpack_codes(const uint8_t* super_block, int count, TileSum<kQuads>* sums) 
     expand_scales<T>(super_block, kStep, sums->scale, sums->minimum);
     const uint8_t* block = super_block + kFormat.header_bytes();
     for (int b = 0; b < kFormat.blocks(); ++b, block += kFormat.block_bytes()) {
-      if constexpr (kFormat.per16()) {
-        unpack_quads<T, 0, 0>(block, sums[0].codes, _mm512_setzero_si512());
-        unpack_quads<T, 1, 4>(block, sums[1].codes, _mm512_setzero_si512());
-        sums += 2;
-      } else {
-        unpack_quads<T, -1, 0>(block, sums->codes, _mm512_setzero_si512());
-        ++sums;
-      }
+      unpack_quads<T, 0>(block, sums->codes, _mm512_setzero_si512());
+      ++sums;
     }
     super_block += kFormat.super_bytes();
   }
@@ -240,19 +227,18 @@ template <QuantType T, int kQuads>
 void run_groups(const TileProblem& p, int64_t m0, const RowTiles& row_tiles, int64_t g0, int num_groups,
                 const uint8_t* after, TileSum<kQuads>* sums) {
   constexpr PackedFormat kFormat = format_of(T);
-  constexpr int kSumsPerSuper = kFormat.blocks() * (kFormat.per16() ? 2 : 1);
   constexpr int kMost = quads_of_tile(kFormat) > 10 ? kWideSums : kMaxSums;
   alignas(64) float acc[kMaxRowTiles * kMaxGroups * kTileRows * kRows];
-  const auto run_tile = run_of<kFormat.has_min, kFormat.per16(), kQuads>(row_tiles.rows);
+  const auto run_tile = run_of<kFormat.has_min, kQuads>(row_tiles.rows);
   const size_t group_bytes = p.w.group_bytes;
   const int num_supers = static_cast<int>(group_bytes / kFormat.super_bytes());
-  const int most_supers = kMost / num_groups / kSumsPerSuper;
+  const int most_supers = kMost / num_groups / kFormat.blocks();
   const int num_chunks = (num_supers + most_supers - 1) / most_supers;
   TileRun<kQuads> run;
   run.row_bytes = p.x.row_bytes;
   for (int c = 0; c < num_chunks; ++c) {
     const int s0 = num_supers * c / num_chunks, s1 = num_supers * (c + 1) / num_chunks;
-    const int chunk_sums = (s1 - s0) * kSumsPerSuper;
+    const int chunk_sums = (s1 - s0) * kFormat.blocks();
     const uint8_t* const codes = p.w.data + g0 * group_bytes + s0 * kFormat.super_bytes();
     for (int g = 0; g < num_groups; ++g) {
       unpack_codes<T>(codes + g * group_bytes, s1 - s0, sums + g * chunk_sums);
@@ -285,18 +271,13 @@ void run_groups(const TileProblem& p, int64_t m0, const RowTiles& row_tiles, int
   }
 }
 
-// Tokens [m0, m1), kLeastTokens or more.
+// Tokens [m0, m1), kLeastTokens<T> or more.
 template <QuantType T>
 void linear_tiles(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
                   int64_t g1, float* out, int64_t ldo) {
-  constexpr PackedFormat kFormat = format_of(T);
-  constexpr int kQuads = quads_of_tile(kFormat);
+  constexpr int kQuads = quads_of_tile(format_of(T));
   constexpr int kMost = kQuads > 10 ? kWideSums : kMaxSums;
   TileSum<kQuads> sums[kMost];
-  if constexpr (kFormat.per16()) {
-    // The quads of the other half stay zero.
-    for (int i = 0; i < kMost; ++i) std::memset(sums[i].codes[i % 2 == 0 ? 4 : 0], 0, 4 * kVectorBytes);
-  }
   const TileProblem problem = {w, x, out, ldo};
   const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
   for (int64_t i = 0; i < num_passes; ++i) {
