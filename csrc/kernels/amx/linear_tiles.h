@@ -278,6 +278,11 @@ void linear_tiles(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int
   constexpr int kQuads = quads_of_tile(format_of(T));
   constexpr int kMost = kQuads > 10 ? kWideSums : kMaxSums;
   TileSum<kQuads> sums[kMost];
+  // Short rows are one chunk, of two groups if need be: to begin one and to end it takes as long as two
+  // blocks.
+  const auto num_blocks =
+      static_cast<int>(w.group_bytes / format_of(T).super_bytes()) * format_of(T).blocks();
+  const int most_groups = num_blocks > kMost / kMaxGroups && num_blocks <= kMost / 2 ? 2 : kMaxGroups;
   const TileProblem problem = {w, x, out, ldo};
   const int64_t num_passes = (m1 - m0 + kMaxTokens - 1) / kMaxTokens;
   for (int64_t i = 0; i < num_passes; ++i) {
@@ -290,8 +295,8 @@ void linear_tiles(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int
       config.set(4 + parity, kQuads, kVectorBytes);
     }
     configure_tiles(config);
-    for (int64_t g = g0; g < g1; g += kMaxGroups) {
-      const int num_groups = static_cast<int>(g1 - g < kMaxGroups ? g1 - g : kMaxGroups);
+    for (int64_t g = g0; g < g1; g += most_groups) {
+      const int num_groups = static_cast<int>(g1 - g < most_groups ? g1 - g : most_groups);
       const uint8_t* after = w.data + (g + num_groups) * w.group_bytes;
       if (g + num_groups >= g1 && w.follow != nullptr) after = w.follow;
       run_groups<T>(problem, begin, row_tiles, g, num_groups, after, sums);
