@@ -195,7 +195,7 @@ def fp8(matrix: np.ndarray, block: tuple[int, int] | None = None, name: str = ""
 
 
 def fp8_static(matrix: np.ndarray) -> Written:
-    """One scale for the matrix and one for what is multiplied by it, numbers without a dimension."""
+    """One scale for the matrix, one for what is multiplied by it: numbers without a dimension."""
     tensors, values = fp8(matrix, name="weight_scale_inv")
     tensors["weight_scale_inv"] = tensors["weight_scale_inv"].reshape(())
     return tensors | {"activation_scale": np.ones((), np.float32)}, values

@@ -83,13 +83,15 @@ _SUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
     },
 }
 """Keys that tell variants apart, and the values whose meaning is what the plan does."""
+_LENGTH = "max_position_embeddings"
 _RENAMED: Mapping[str, Mapping[str, str]] = {
     "cohere2": {"layer_norm_eps": "rms_norm_eps"},
-    "command-r": {"layer_norm_eps": "rms_norm_eps"},
+    "command-r": {"layer_norm_eps": "rms_norm_eps", "model_max_length": _LENGTH},
     "ernie4_5": {"use_bias": "attention_bias"},
     "hunyuan-dense": {"attention_head_dim": "head_dim"},
     "hunyuan-moe": {"attention_head_dim": "head_dim", "moe_topk": "num_experts_per_tok"},
 }
+"""Names of their own, and what other families say; Command R tells its context twice."""
 _OWN_ACTIVATION = ("apertus", "arcee")
 """Families whose MLP has no gate: their plans are written out with its activation."""
 _MAX_ALPHA = 1e9
@@ -111,7 +113,7 @@ def plain_config(config: TypedMapping, architecture: str) -> TypedMapping:
             )
     values = dict(config.items())
     for key, name in _RENAMED.get(architecture, {}).items():
-        if values.get(key) is not None and values.get(name) is None:
+        if values.get(key) is not None and (values.get(name) is None or name == _LENGTH):
             values[name] = values[key]
     if architecture in _OWN_ACTIVATION:
         values.pop("hidden_act", None)
@@ -237,7 +239,8 @@ def with_own_metadata(metadata: TypedMapping, hparams: ModelHParams) -> ModelHPa
     """``hparams`` with what GGUF metadata of these families has alone; of others as they are."""
     architecture = hparams.architecture
     if architecture in LAYER_NORM:
-        return replace(hparams, logit_scale=metadata.get_float(f"{architecture}.logit_scale"))
+        scale = metadata.get_float(f"{architecture}.logit_scale")
+        hparams = replace(hparams, logit_scale=scale)
     if architecture in GLOBAL_UNROTATED:
         return _with_global_layers(metadata, hparams)
     if architecture != "mistral3":
@@ -254,6 +257,10 @@ def with_own_metadata(metadata: TypedMapping, hparams: ModelHParams) -> ModelHPa
 
 
 def _with_global_layers(metadata: TypedMapping, hparams: ModelHParams) -> ModelHParams:
-    layers = metadata.get(f"{hparams.architecture}.attention.sliding_window_pattern")
+    architecture = hparams.architecture
+    if hparams.sliding_window is not None:  # then layers with a window are all that rotate
+        theta = metadata.get_float(f"{architecture}.rope.freq_base_swa", hparams.rope_theta)
+        hparams = replace(hparams, rope_theta=theta)
+    layers = metadata.get(f"{architecture}.attention.sliding_window_pattern")
     has_none = isinstance(layers, np.ndarray) and not layers.any()
     return _all_global(hparams) if has_none else hparams

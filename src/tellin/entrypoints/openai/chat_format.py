@@ -21,6 +21,7 @@ from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, written_calls
 from tellin.entrypoints.openai.parsers.reasoning import CLOSING, OPENING, ThinkParser
 from tellin.entrypoints.openai.parsers.registry import (
     TOOL_PARSERS,
+    answer_marks,
     guess_tool_parser,
     template_has_tools,
     template_is_harmony,
@@ -75,6 +76,7 @@ class ChatFormat:
             config.reasoning_parser == "auto" and marks is not None
         )
         self._marks = marks or (OPENING, CLOSING)
+        self._answer_marks = answer_marks(template) if self.thinks else None
         self.is_harmony = config.reasoning_parser == "auto" and template_is_harmony(template)
         self._gate = None if config.reasoning_parser == "none" else gate
         special = _special_texts(tokenizer)
@@ -123,7 +125,8 @@ class ChatFormat:
         if self.is_harmony and constraint is Constraint.NONE:
             return HarmonyParser(names, max_calls=max_calls)
         think = self.make_think_parser(prompt, constraint)
-        return MessageParser(think, calls, max_calls=max_calls)
+        marks = self._answer_marks if constraint is Constraint.NONE else None
+        return MessageParser(think, calls, max_calls=max_calls, answer_marks=marks)
 
     def make_think_parser(self, prompt: str, constraint: Constraint) -> ThinkParser | None:
         """The parser of thoughts for an answer to ``prompt``; None if there are none."""

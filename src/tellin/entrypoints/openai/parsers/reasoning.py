@@ -11,6 +11,18 @@ OPENING = "<think>"
 CLOSING = "</think>"
 GEMMA_MARKS = "<|channel>thought", "<channel|>"
 """Of Gemma 4. Where it shall not think, the prompt ends with both of them."""
+THOUGHT_MARKS = (
+    (OPENING, CLOSING),
+    GEMMA_MARKS,
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+)
+"""Of Qwen and many others, Gemma 4, Mistral, Seed-OSS, Cohere, Apertus; all but the first are
+tokens."""
+ANSWER_MARKS = (("<answer>", "</answer>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"))
+"""Around what Hunyuan and Cohere say once they have thought."""
 
 
 class ThinkParser:
