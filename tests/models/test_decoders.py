@@ -14,10 +14,12 @@ from tellin.exceptions import LoadError
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model
+from tellin.loading.lora import load_adapter
 from tellin.models import build_plan
 from tellin.models.plan import ir
 from tests.loading.gguf_writer import write_gguf
 from tests.models import tiny_decoders_gguf
+from tests.models.adapters import write_adapter
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny_decoders import (
     DECODERS,
@@ -62,6 +64,37 @@ def test_gguf_files_give_the_logits_of_transformers(
     """Stacked experts, permuted rows, rotary factors, numbers in metadata."""
     path = write_tiny_decoder_gguf(tmp_path / "tiny.gguf", name)
     np.testing.assert_allclose(reference_logits(path), golden[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["apertus", "hunyuan_moe", "ministral3"])
+def test_adapters_give_what_merged_weights_give(name: str, tmp_path: Path) -> None:
+    """7.3: between queries and their temperature, before xIELU, of a shared expert."""
+    modules = {
+        "apertus": ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"),
+        "hunyuan_moe": ("self_attn.k_proj", "mlp.shared_mlp.up_proj"),
+        "ministral3": ("self_attn.q_proj", "self_attn.o_proj"),
+    }[name]
+    arrays, random, pairs = decoder_arrays(name), np.random.RandomState(3), {}
+    for module in modules:
+        layer = f"model.layers.1.{module}"
+        num_out, num_in = arrays[f"{layer}.weight"].shape
+        a = (0.1 * random.standard_normal((2, num_in))).astype(np.float32)
+        b = random.standard_normal((num_out, 2)).astype(np.float32)
+        pairs[f"layers.1.{module}"] = (a, b)
+        arrays[f"{layer}.weight"] += b @ a
+    write_adapter(tmp_path / "adapter", pairs, lora_alpha=2)
+    merged = write_tiny_decoder(tmp_path / "merged", name)
+    save_file(arrays, merged / "model.safetensors")
+    expected = reference_logits(merged)
+    with open_model(write_tiny_decoder(tmp_path / "base", name)) as source:
+        plan = build_plan(source, max_lora_rank=2)
+        adapter = load_adapter(tmp_path / "adapter", source.hparams, plan.lora_sites, 2)
+    backend = NativeBackend(plan, **FLOAT32)
+    backend.set_adapter(0, adapter.weights)
+    ids = decoder_token_ids().tolist()
+    logits = Stepper(backend, adapters={"a": 0}).step([("a", ids)])[0]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-4)
+    assert np.abs(logits - logits_of(NativeBackend(plan, **FLOAT32), ids)).max() > 0.1
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -259,7 +292,20 @@ def test_numbers_of_xielu_may_be_one_for_all_layers(
     np.testing.assert_allclose(reference_logits(path), golden["apertus"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["cohere", "hunyuan_dense", "seed_oss"])
+def test_logit_rows_are_gathered_before_they_are_used(tmp_path: Path) -> None:
+    """So long steps run in passes; as for the other architectures, which `test_lora` has."""
+    for name in DECODERS:
+        ops = plan_of(write_tiny_decoder(tmp_path / name, name), max_lora_rank=2).ops
+        gathers = [i for i, op in enumerate(ops) if isinstance(op, ir.GatherRows)]
+        logit = [
+            i
+            for i, op in enumerate(ops)
+            if not isinstance(op, ir.GatherRows) and op.writes[0].rows is ir.Rows.LOGITS
+        ]
+        assert max(gathers) < min(logit), name
+
+
+@pytest.mark.parametrize("name", ["cohere", "ernie4_5", "hunyuan_dense", "seed_oss"])
 def test_a_tensor_of_another_variant_is_refused(name: str, tmp_path: Path) -> None:
     write_tiny_decoder(tmp_path, name)
     extra = {"model.layers.0.self_attn.g_norm.weight": np.ones(16, np.float32)}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tellin.entrypoints.openai.chat_format import ChatFormat, Constraint
+from tellin.entrypoints.openai.parsers.events import join
 from tellin.entrypoints.openai.parsers.registry import answer_marks, guess_tool_parser
 from tellin.entrypoints.openai.server_config import ServerConfig
+from tellin.exceptions import InvalidParameterError
 
 TEMPLATES = {
     "mistral": "{{ tools }}[TOOL_CALLS] [THINK]{{ message }}[/THINK]",
@@ -94,6 +96,34 @@ def test_thoughts_calls_and_content(
         assert "".join(delta.reasoning for delta in deltas) == reasoning
         assert "".join(delta.content for delta in deltas) == content
         assert parser.num_calls == (num_calls if calls else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("think", "<think>hm</think>Yes."),
+        ("ernie45", "<think>\nhm\n</think>\n\n<response>\nYes.\n</response>\n"),
+        ("hunyuan_a13b", "<think>hm</think><answer>Yes.</answer>"),
+        ("mistral", "[THINK]hm[/THINK]Yes."),
+        ("seed_oss", "<seed:think>hm</seed:think>Yes."),
+        ("cohere", "<|START_THINKING|>hm<|END_THINKING|><|START_RESPONSE|>Yes.<|END_RESPONSE|>"),
+        ("minimax_m2", "<think>hm</think>Yes."),
+        ("apertus", "<|inner_prefix|>hm<|inner_suffix|>Yes."),
+    ],
+)
+def test_a_named_parser_counts_whatever_the_template_shows(name: str, answer: str) -> None:
+    for template in ("{{ messages }}", TEMPLATES["mistral"]):
+        if name == "think" and template != "{{ messages }}":
+            continue
+        form = ChatFormat(ServerConfig(reasoning_parser=name), template, None)
+        parser = form.make_parser("Hi", Constraint.NONE, None)
+        delta = join([parser.feed(answer), parser.finish()])
+        assert (delta.reasoning, delta.content) == ("hm", "Yes.")
+
+
+def test_unknown_names_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(InvalidParameterError, match=r"reasoning_parser.*hunyuan_a13b"):
+        ServerConfig(reasoning_parser="qwen9")
 
 
 def test_what_a_grammar_forces_has_no_marks_around_it() -> None:

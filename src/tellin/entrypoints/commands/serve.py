@@ -137,7 +137,8 @@ def _add_chat_arguments(group: argparse._ArgumentGroup) -> None:
         "--reasoning-parser",
         default="auto",
         metavar="NAME",
-        help="think, none (default: auto, from the template)",
+        help="think, apertus, cohere, ernie45, hunyuan_a13b, minimax_m2, mistral, seed_oss or none "
+        "(default: auto, from the template)",
     )
     group.add_argument(
         "--trust-request-chat-template",
