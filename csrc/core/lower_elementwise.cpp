@@ -6,7 +6,7 @@ namespace tellin {
 
 void Program::scale_by_position(int x, float beta, int64_t length) {
   RowOp op{};
-  op.kind = RowOp::Kind::kScaleByPosition;
+  op.kind = RowOp::Kind::kPositionScale;
   op.x = &state_->buffer(x);
   require(length >= 1, "scale_by_position: the length must be positive");
   op.factor = beta;

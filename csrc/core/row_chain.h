@@ -13,30 +13,30 @@ namespace tellin {
 // One operation on one row. A tagged struct rather than classes: the chain is walked once per row and step.
 struct RowOp {
   enum class Kind {
-    kEmbed,            // out = table[token] * factor, or the row that is given
-    kInput,            // out = the row that is given
-    kRmsNorm,          // out = rms_norm(x) * weight, in groups of `group` values
-    kLayerNorm,        // out = layer_norm(x) * weight + bias
-    kAngles,           // out = cosines and sines of the row's position
-    kRope,             // x rotated by the angles in y
-    kKvStore,          // x, y = k, v into the cache
-    kActMul,           // out = act(x) * y, columns of y from `start` on
-    kActivation,       // out = act(x)
-    kGateRows,         // out = x * sigmoid(y), y one value
-    kAdd,              // out = x + y
-    kConcat,           // out = x, then y
-    kAddBias,          // x += bias
-    kAddTable,         // x += table[position], or of the token's type
-    kScale,            // x *= factor
-    kScaleColumns,     // x *= weight
-    kAddScaled,        // out = x + factor * (coefs[start] + bound) * y
-    kMatchMagnitude,   // x as long as y
-    kKeepLargest,      // x = max(0, x - mean - factor * std)
-    kScaleByPosition,  // x *= 1 + factor * ln(1 + position / group)
-    kXielu,            // out = xielu(x)
-    kSoftcap,          // x = factor * tanh(x / factor)
-    kQuantize,         // quantised rows of x
-    kBlockMax,         // maxima of x
+    kEmbed,           // out = table[token] * factor, or the row that is given
+    kInput,           // out = the row that is given
+    kRmsNorm,         // out = rms_norm(x) * weight, in groups of `group` values
+    kLayerNorm,       // out = layer_norm(x) * weight + bias
+    kAngles,          // out = cosines and sines of the row's position
+    kRope,            // x rotated by the angles in y
+    kKvStore,         // x, y = k, v into the cache
+    kActMul,          // out = act(x) * y, columns of y from `start` on
+    kActivation,      // out = act(x)
+    kGateRows,        // out = x * sigmoid(y), y one value
+    kAdd,             // out = x + y
+    kConcat,          // out = x, then y
+    kAddBias,         // x += bias
+    kAddTable,        // x += table[position], or of the token's type
+    kScale,           // x *= factor
+    kScaleColumns,    // x *= weight
+    kAddScaled,       // out = x + factor * (coefs[start] + bound) * y
+    kMatchMagnitude,  // x as long as y
+    kKeepLargest,     // x = max(0, x - mean - factor * std)
+    kPositionScale,   // x *= 1 + factor * ln(1 + position / group)
+    kXielu,           // out = xielu(x)
+    kSoftcap,         // x = factor * tanh(x / factor)
+    kQuantize,        // quantised rows of x
+    kBlockMax,        // maxima of x
   };
   Kind kind;
   Buffer* x = nullptr;

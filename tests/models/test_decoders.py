@@ -23,6 +23,7 @@ from tests.models.adapters import write_adapter
 from tests.models.stepping import Stepper, logits_of
 from tests.models.tiny_decoders import (
     DECODERS,
+    HIDDEN,
     decoder_arrays,
     decoder_token_ids,
     write_tiny_decoder,
@@ -149,6 +150,24 @@ def test_every_layer_of_a_gguf_file_may_be_global(
     monkeypatch.setitem(DECODERS, "exaone4", config)
     plan = plan_of(write_tiny_decoder_gguf(tmp_path / "tiny.gguf", "exaone4"))
     assert not any(isinstance(op, ir.Rope) for op in plan.ops)
+
+
+def test_what_only_some_files_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command R's longer context; a base of its own of the layers that rotate."""
+    path = write_tiny_decoder(tmp_path / "cohere", "cohere") / "config.json"
+    path.write_text(json.dumps(DECODERS["cohere"] | {"model_max_length": 4096}))
+    with open_model(path.parent) as source:
+        assert source.hparams.max_position_embeddings == 4096
+    assert plan_of(path.parent, pooling=True).output.width == HIDDEN
+
+    def write(path: Path, metadata: dict[str, Any], tensors: Any) -> Path:
+        return write_gguf(path, metadata | {f"{name}.rope.freq_base_swa": 777.0}, tensors)
+
+    monkeypatch.setattr(tiny_decoders_gguf, "write_gguf", write)
+    for name, theta in (("cohere2", 777.0), ("exaone4", 777.0), ("exaone4_small", 1e6)):
+        path = write_tiny_decoder_gguf(tmp_path / f"{name}.gguf", name)
+        with open_model(path) as source:
+            assert source.hparams.rope_theta == theta
 
 
 def test_the_text_model_of_mistral3(golden: dict[str, np.ndarray], tmp_path: Path) -> None:
