@@ -128,7 +128,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "qwen2": PreTokenizer((_QWEN2,), nfc=True),
-    "hunyuan": PreTokenizer((_QWEN2,)),
+    "hunyuan": PreTokenizer((_QWEN2,), nfc=True),
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
