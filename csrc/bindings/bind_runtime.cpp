@@ -480,6 +480,18 @@ void bind_runtime(nb::module_& m) {
           "scale_by_weight", [](BoundProgram& p, int x, int weight) { p.program.scale_by_weight(x, weight); },
           "x"_a, "weight"_a)
       .def(
+          "scale_by_position",
+          [](BoundProgram& p, int x, float beta, int64_t length) {
+            p.program.scale_by_position(x, beta, length);
+          },
+          "x"_a, "beta"_a, "length"_a)
+      .def(
+          "xielu",
+          [](BoundProgram& p, int x, int out, int alpha_p, int alpha_n, int beta, int eps) {
+            p.program.xielu(x, out, {alpha_p, alpha_n, beta, eps});
+          },
+          "x"_a, "out"_a, "alpha_p"_a, "alpha_n"_a, "beta"_a, "eps"_a)
+      .def(
           "softcap", [](BoundProgram& p, int x, float cap) { p.program.softcap(x, cap); }, "x"_a, "cap"_a)
       .def(
           "finalize",

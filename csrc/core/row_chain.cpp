@@ -52,6 +52,10 @@ const char* name(RowOp::Kind kind) {
       return "match_magnitude";
     case RowOp::Kind::kKeepLargest:
       return "keep_largest";
+    case RowOp::Kind::kPositionScale:
+      return "scale_by_position";
+    case RowOp::Kind::kXielu:
+      return "xielu";
     case RowOp::Kind::kSoftcap:
       return "softcap";
     case RowOp::Kind::kQuantize:
@@ -191,6 +195,13 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
       return match_magnitude(op.x->row(row), op.y->row(row), op.x->width);
     case RowOp::Kind::kKeepLargest:
       return keep_largest(op.x->row(row), op.factor, op.x->width);
+    case RowOp::Kind::kPositionScale: {
+      const float factor = position_factor(pass_->positions_of(rows_)[row], op.factor, op.group);
+      if (factor == 1.0f) return;
+      return k.scale(op.x->row(row), factor, op.x->width, op.x->row(row));
+    }
+    case RowOp::Kind::kXielu:
+      return xielu(op.x->row(row), op.xielu, op.x->width, op.out->row(row));
     case RowOp::Kind::kSoftcap:
       return k.softcap(op.x->row(row), op.factor, op.x->width, op.x->row(row));
     case RowOp::Kind::kQuantize:

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "elementwise_rows.h"
 #include "stage.h"
 #include "tellin/kv_pool.h"
 
@@ -31,6 +32,8 @@ struct RowOp {
     kAddScaled,       // out = x + factor * (coefs[start] + bound) * y
     kMatchMagnitude,  // x as long as y
     kKeepLargest,     // x = max(0, x - mean - factor * std)
+    kPositionScale,   // x *= 1 + factor * ln(1 + position / group)
+    kXielu,           // out = xielu(x)
     kSoftcap,         // x = factor * tanh(x / factor)
     kQuantize,        // quantised rows of x
     kBlockMax,        // maxima of x
@@ -49,6 +52,7 @@ struct RowOp {
   int64_t weight_step = 0;  // kRmsNorm: from one group's weights to the next's; 0: they share them
   int64_t start = 0;        // kActMul, kAddScaled
   float bound = 0.0f;       // kAddScaled
+  XieluNumbers xielu{};
   Activation act = Activation::kSilu;
   ActPrecision precision = ActPrecision::kInt8;
   bool interleaved = false;

@@ -194,6 +194,13 @@ def fp8(matrix: np.ndarray, block: tuple[int, int] | None = None, name: str = ""
     return {"weight": codes, scale_name: stored}, table[codes] * wide
 
 
+def fp8_static(matrix: np.ndarray) -> Written:
+    """One scale for the matrix, one for what is multiplied by it: numbers without a dimension."""
+    tensors, values = fp8(matrix, name="weight_scale_inv")
+    tensors["weight_scale_inv"] = tensors["weight_scale_inv"].reshape(())
+    return tensors | {"activation_scale": np.ones((), np.float32)}, values
+
+
 def _compressed(stored: str, **weights: Any) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
@@ -237,6 +244,11 @@ SCHEMES: dict[str, Scheme] = {
         False,
     ),
     "fp8": Scheme({"quant_method": "fp8"}, fp8, False),
+    "fp8_static": Scheme(
+        {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+        fp8_static,
+        False,
+    ),
     "fp8_wide_blocks": Scheme(
         {"quant_method": "fp8", "weight_block_size": [128, 128]},
         lambda m: fp8(m, (128, 128)),

@@ -127,6 +127,30 @@ CALLS = [
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
         "</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     ),
+    (
+        "apertus",
+        '<|tools_prefix|>[{"get_weather": {"city": "Rome"}}, {"now": {}}]<|tools_suffix|>',
+    ),
+    (
+        "hunyuan_a13b",
+        '<tool_calls>[{"name": "get_weather", "arguments": {"city": "Rome"}}, '
+        '{"name": "now", "arguments": {}}]</tool_calls>',
+    ),
+    (
+        "cohere",
+        '<|START_ACTION|>[{"tool_name": "get_weather", "parameters": {"city": "Rome"}}, '
+        '{"tool_name": "now", "parameters": {}}]<|END_ACTION|>',
+    ),
+    (
+        "seed_oss",
+        "<seed:tool_call>\n<function=get_weather>\n<parameter=city>Rome</parameter>\n</function>\n"
+        "</seed:tool_call>\n<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Rome'
+        '</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    ),
 ]
 
 
@@ -171,6 +195,12 @@ def test_anything_else_is_not_allowed(parser: str, text: str) -> None:
         ("pythonic", '[get_weather(city="Rome", city="Rome")]'),
         ("gemma", "<start_function_call>call:get_weather{}<end_function_call>"),
         ("qwen3_xml", "<tool_call>\n<function=get_weather>\n</function>\n</tool_call>"),
+        (
+            "seed_oss",
+            "<seed:tool_call>\n<function=get_weather>\n<parameter=city>\nRome</parameter>\n"
+            "</function>\n</seed:tool_call>",
+        ),
+        ("minimax_m2", '<minimax:tool_call>\n<invoke name="f">\n</invoke>\n</minimax:tool_call>'),
     ],
 )
 def test_arguments_follow_the_tools_definition(parser: str, text: str) -> None:

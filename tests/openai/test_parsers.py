@@ -140,6 +140,45 @@ CASES = [
     ("qwen3_xml", "<tool_call>\n<function=now> and so on", "and so on", [("now", "{}")]),
     ("qwen3_xml", "a <functional<tool_call>f()", "a <functional<tool_call>f()", []),
     ("qwen3_xml", "<tool_call>\n<function=f>\n<parameter=a>\n1", "", None),
+    ("ernie45", f"<tool_call>\n{call_text('f', ARGS)}\n</tool_call>\n", "", [("f", ARGS)]),
+    ("hunyuan_a13b", f"Well <tool_calls>[{call_text('f', ARGS)}, {call_text('now', '{}')}]"
+     "</tool_calls>", "Well", [("f", ARGS), ("now", "{}")]),
+    ("hunyuan_a13b", "<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
+    (
+        "cohere",
+        'I see. <|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": '
+        f'{ARGS}}},\n    {{"tool_call_id": "1", "tool_name": "now", "parameters": {{}}}}\n]'
+        "<|END_ACTION|>",
+        "I see.",
+        [("f", ARGS), ("now", "{}")],
+    ),
+    ("cohere", '<|START_ACTION|>[{"name": "f"}]', '<|START_ACTION|>[{"name": "f"}]', []),
+    (
+        "seed_oss",
+        "Let me.\n<seed:tool_call>\n<function=f>\n<parameter=s>a < b\n  1</parameter>\n"
+        "<parameter=n>1.5</parameter>\n</function>\n</seed:tool_call>"
+        "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>",
+        "Let me.",
+        [("f", '{"s": "a < b\\n  1", "n": 1.5}'), ("now", "{}")],
+    ),
+    ("seed_oss", "<seed:tool_call>f()</seed:tool_call>", "<seed:tool_call>f()</seed:tool_call>",
+     []),
+    (
+        "minimax_m2",
+        'Let me.\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">a "b" > c'
+        '</parameter>\n<parameter name="n">[1, {"a": null}]</parameter>\n</invoke>\n'
+        '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        "Let me.",
+        [("f", '{"s": "a \\"b\\" > c", "n": [1, {"a": null}]}'), ("now", "{}")],
+    ),
+    ("minimax_m2", "a <invoke names<minimax:tool_call>no", "a <invoke names<minimax:tool_call>no",
+     []),
+    ("apertus", f'Hm <|tools_prefix|>[{{"f": {ARGS}}}, {{"now": {{}}}}]<|tools_suffix|>', "Hm",
+     [("f", ARGS), ("now", "{}")]),
+    ("apertus", '<|tools_prefix|>[{"f": {}}]<|tools_prefix|>[{"now": {}}] Yes', "Yes",
+     [("f", "{}"), ("now", "{}")]),
+    ("apertus", '<|tools_prefix|>[{"f": 1}]', '<|tools_prefix|>[{"f": 1}]', []),
+    ("apertus", '<|tools_prefix|>[{"f"', '<|tools_prefix|>[{"f"', []),
     ("array", f"[{call_text('f', ARGS)},\n {call_text('now', '{}')}]", "",
      [("f", ARGS), ("now", "{}")]),
     ("named", " " + ARGS, "", [("f", ARGS)]),
@@ -236,7 +275,10 @@ FRAGMENTS = st.sampled_from(
         '"', "\\", "[TOOL_CALLS]", "[ARGS]", "f", "now", "(", ")", "a=1", ", ", ";", " ", "\n",
         "<|python_tag|>", "<start_function_call>", "call:f{", "<escape>", "<end_function_call>",
         "<function=f>", "<parameter=a>", "</parameter>", "</function>",
-        "<think>", "</think>", "text", "<", "</", '"name"', ":", "'",
+        "<|tools_prefix|>", '{"f": ', "<|tools_suffix|>",
+        "<tool_calls>", "<|START_ACTION|>", '{"tool_name": "f", ', "<seed:tool_call>",
+        "</seed:tool_call>", "<minimax:tool_call>", '<invoke name="f">', '<parameter name="a">',
+        "</invoke>", "<think>", "</think>", "text", "<", "</", '"name"', ":", "'",
         '{"name": "f", "arguments": {}}',
     ]
 )  # fmt: skip

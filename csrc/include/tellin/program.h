@@ -124,6 +124,9 @@ class Program {
   struct ScanBuffers {
     int x, b, c, dt, out;
   };
+  struct XieluVectors {
+    int alpha_p, alpha_n, beta, eps;  // of one value each
+  };
 
   explicit Program(const Options& options);
   ~Program();
@@ -187,6 +190,9 @@ class Program {
   void add_scaled(int x, int y, int coefs, int out, int64_t column, float offset, float factor);
   void match_magnitude(int x, int target);
   void keep_largest(int x, float deviations);
+  // See models/plan/elementwise.py.
+  void scale_by_position(int x, float beta, int64_t length);
+  void xielu(int x, int out, const XieluVectors& vectors);
   void softcap(int x, float cap);
   void finalize(int output, int hidden, int64_t vocab_size);
 

@@ -12,7 +12,11 @@ from tellin.entrypoints.openai.parsers.events import join
 from tellin.entrypoints.openai.parsers.harmony import HarmonyParser
 from tellin.entrypoints.openai.parsers.message import AnswerParser, MessageParser
 from tellin.entrypoints.openai.parsers.reasoning import ThinkParser
-from tellin.entrypoints.openai.parsers.registry import template_is_harmony, thought_marks
+from tellin.entrypoints.openai.parsers.registry import (
+    answer_marks,
+    template_is_harmony,
+    thought_marks,
+)
 from tellin.exceptions import InvalidParameterError
 from tellin.outputs import CompletionOutput, RequestOutput
 
@@ -41,7 +45,7 @@ def extract_reasoning(llm: LLM, output: RequestOutput, index: int) -> tuple[str 
         opening, closing = marks
         prompt = output.prompt or ""
         think = ThinkParser(prompt.rstrip().endswith(opening), opening=opening, closing=closing)
-        parser = MessageParser(think, None)
+        parser = MessageParser(think, None, answer_marks=answer_marks(template))
         tokenizer = llm.get_tokenizer()
         special = tokenizer.convert_ids_to_tokens(sorted(tokenizer.all_special_ids))
         has_special_marks = any(mark.startswith(text) for mark in marks for text in special if text)

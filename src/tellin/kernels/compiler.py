@@ -18,7 +18,7 @@ from tellin.kernels.file_pages import release_pages
 from tellin.kernels.packing import Identity, identity, pack, require_finite, tensor_arguments
 from tellin.loading.dequantize import dequantize
 from tellin.loading.tensors import QuantType, TensorRef
-from tellin.models.plan import ir, streams
+from tellin.models.plan import elementwise, ir, streams
 
 _NONE = -1
 
@@ -325,6 +325,13 @@ class Compiler:
     def _keep_largest(self, op: streams.KeepLargest) -> None:
         self._call(op, self.program.keep_largest, self._buffer(op.x), op.deviations)
 
+    def _scale_by_position(self, op: elementwise.ScaleByPosition) -> None:
+        self._call(op, self.program.scale_by_position, self._buffer(op.x), op.beta, op.length)
+
+    def _xielu(self, op: elementwise.Xielu) -> None:
+        numbers = [self._vector(op, x) for x in (op.alpha_p, op.alpha_n, op.beta, op.eps)]
+        self._call(op, self.program.xielu, self._buffer(op.x), self._buffer(op.out), *numbers)
+
     def _softcap(self, op: ir.Softcap) -> None:
         self._call(op, self.program.softcap, self._buffer(op.x), op.cap)
 
@@ -357,6 +364,8 @@ _EMIT: dict[type[ir.Op], Callable[[Compiler, Any], None]] = {
     ir.Scale: Compiler._scale,
     ir.ScaleByWeight: Compiler._scale_by_weight,
     ir.Softcap: Compiler._softcap,
+    elementwise.ScaleByPosition: Compiler._scale_by_position,
+    elementwise.Xielu: Compiler._xielu,
     streams.AddScaled: Compiler._add_scaled,
     streams.MatchMagnitude: Compiler._match_magnitude,
     streams.KeepLargest: Compiler._keep_largest,

@@ -21,7 +21,7 @@ from tellin.kernels import reference_recurrent as recurrent
 from tellin.kernels.batch import StepBatch
 from tellin.loading.dequantize import dequantize
 from tellin.loading.tensors import TensorRef
-from tellin.models.plan import ir, streams
+from tellin.models.plan import elementwise, ir, streams
 
 Floats = formulas.Floats
 
@@ -456,16 +456,20 @@ class ReferenceBackend:
         self._set(op.out, self._get(op.x) + coef.astype(np.float32) * self._get(op.y))
 
     def _match_magnitude(self, op: streams.MatchMagnitude) -> None:
-        x = self._get(op.x)
-        wanted = np.mean(np.square(self._get(op.target)), axis=-1, keepdims=True)
-        found = np.maximum(np.mean(np.square(x), axis=-1, keepdims=True), np.float32(1e-5))
-        self._set(op.x, x * np.sqrt(wanted) / np.sqrt(found))
+        self._set(op.x, formulas.match_magnitude(self._get(op.x), self._get(op.target)))
 
     def _keep_largest(self, op: streams.KeepLargest) -> None:
-        x = self._get(op.x)
-        mean, deviation = (f(x, axis=-1, keepdims=True) for f in (np.mean, np.std))
-        cut = mean + deviation * np.float32(op.deviations)
-        self._set(op.x, np.maximum(x - cut, np.float32(0)))
+        self._set(op.x, formulas.keep_largest(self._get(op.x), op.deviations))
+
+    def _scale_by_position(self, op: elementwise.ScaleByPosition) -> None:
+        positions = self._step().positions[self._tokens_of(op.x)]
+        factor = formulas.position_factor(positions, op.beta, op.length)
+        self._set(op.x, self._get(op.x) * factor[:, None])
+
+    def _xielu(self, op: elementwise.Xielu) -> None:
+        tensors = (op.alpha_p, op.alpha_n, op.beta, op.eps)
+        numbers = [float(self._weights[tensor][0]) for tensor in tensors]
+        self._set(op.out, formulas.xielu(self._get(op.x), *numbers))
 
     def _softcap(self, op: ir.Softcap) -> None:
         self._set(op.x, formulas.softcap(self._get(op.x), op.cap))
@@ -499,6 +503,8 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Scale: ReferenceBackend._scale,
     ir.ScaleByWeight: ReferenceBackend._scale_by_weight,
     ir.Softcap: ReferenceBackend._softcap,
+    elementwise.ScaleByPosition: ReferenceBackend._scale_by_position,
+    elementwise.Xielu: ReferenceBackend._xielu,
     streams.AddScaled: ReferenceBackend._add_scaled,
     streams.MatchMagnitude: ReferenceBackend._match_magnitude,
     streams.KeepLargest: ReferenceBackend._keep_largest,

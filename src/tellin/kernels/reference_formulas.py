@@ -72,6 +72,35 @@ def softcap(x: Floats, cap: float) -> Floats:
     return np.asarray(np.float32(cap) * np.tanh(x / np.float32(cap)))
 
 
+def match_magnitude(x: Floats, target: Floats) -> Floats:
+    """See `streams.MatchMagnitude`."""
+    wanted = np.mean(np.square(target), axis=-1, keepdims=True)
+    found = np.maximum(np.mean(np.square(x), axis=-1, keepdims=True), np.float32(1e-5))
+    return np.asarray(x * np.sqrt(wanted) / np.sqrt(found))
+
+
+def keep_largest(x: Floats, deviations: float) -> Floats:
+    """See `streams.KeepLargest`."""
+    mean, deviation = (f(x, axis=-1, keepdims=True) for f in (np.mean, np.std))
+    cut = mean + deviation * np.float32(deviations)
+    return np.asarray(np.maximum(x - cut, np.float32(0)))
+
+
+def position_factor(positions: npt.NDArray[np.int32], beta: float, length: int) -> Floats:
+    """See `elementwise.ScaleByPosition`."""
+    periods = (positions // length).astype(np.float64)
+    return (1 + beta * np.log(1 + periods)).astype(np.float32)
+
+
+def xielu(x: Floats, alpha_p: float, alpha_n: float, beta: float, eps: float) -> Floats:
+    """See `elementwise.Xielu`."""
+    positive = np.float32(np.logaddexp(0, alpha_p))
+    negative = np.float32(beta + np.logaddexp(0, alpha_n))
+    with np.errstate(over="ignore"):  # of the branch that is not taken
+        curved = negative * (np.expm1(np.minimum(x, np.float32(eps))) - x)
+        return np.asarray(np.where(x > 0, positive * x * x, curved) + np.float32(beta) * x)
+
+
 def _silu(x: Floats) -> Floats:
     return np.asarray(x / (1 + np.exp(-x)))
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.decoder_hparams import LAYER_NORM, with_own_metadata
 from tellin.loading.encoder_hparams import GGUF_ENCODERS, encoder_from_gguf
 from tellin.loading.gated_delta import linear_attention_from_gguf
 from tellin.loading.gemma3n import gemma3n_from_gguf
@@ -43,6 +44,8 @@ from tellin.loading.typed_mapping import TypedMapping
 _GELU_TANH = frozenset(GEMMA_FAMILY)
 _SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
 _SLIDING_PATTERN_DEFAULTS = {
+    "cohere2": 4,
+    "exaone4": 4,
     "gemma-embedding": 6,
     "gemma2": 2,
     "gemma3": 6,
@@ -51,11 +54,13 @@ _SLIDING_PATTERN_DEFAULTS = {
 }
 _INTERLEAVED = (
     *NEIGHBOUR_PAIRS,
+    "arcee",
     "granite",
     "granitehybrid",
     "granitemoe",
     "llama",
     "mistral",
+    "mistral3",
     "smollm3",
 )
 """Families whose rotated pairs are neighbours: by nature (GLM-4), or because their converter
@@ -98,6 +103,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
         hparams = reader.bert()
     else:
         hparams = reader.with_experts(reader.decoder())
+    hparams = with_own_metadata(metadata, hparams)
     hparams = with_recurrent_metadata(metadata, hparams)
     hparams = linear_attention_from_gguf(metadata, hparams)
     hparams = replace(hparams, architecture=_TEXT_MODELS.get(architecture, hparams.architecture))
@@ -241,6 +247,8 @@ class _Reader:
         return self._float(key, 1.0) or 1.0
 
     def _norm_eps(self) -> float:
+        if self.architecture in LAYER_NORM:
+            return self._float("attention.layer_norm_epsilon")
         if self.architecture not in ("nemotron_h", "nemotron_h_moe"):
             return self._float("attention.layer_norm_rms_epsilon")
         # Its configurations call that of RMSNorm layer_norm_epsilon.

@@ -21,7 +21,62 @@ _GEMMA3: dict[str, Any] = {
     "rope_theta": 1_000_000.0,
     "vocab_size": 262_208,
 }
+_COHERE: dict[str, Any] = {
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+_HUNYUAN: dict[str, Any] = {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "apertus": {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 65_536,
+        "rope_theta": 12_000_000.0,
+    },
+    "arcee": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+    "cohere2": _COHERE,
+    "command-r": {**_COHERE, "rope_theta": 500_000.0},
+    "dots1": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": 32,
+        "max_window_layers": 62,
+    },
+    "ernie4_5": {
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+    },
+    "exaone4": {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    "hunyuan-dense": _HUNYUAN,
+    "hunyuan-moe": {**_HUNYUAN, "num_experts": 1, "moe_topk": 1},
+    "minimax-m2": {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 196_608,
+        "rope_theta": 5_000_000.0,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "scoring_func": "sigmoid",
+    },
+    "mistral3": {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 262_144,
+    },
+    "seed_oss": {
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 524_288,
+        "attention_bias": True,
+    },
     "gemma": {"head_dim": 256, "rms_norm_eps": 1e-6, "max_position_embeddings": 8192},
     "gemma2": {
         "head_dim": 256,

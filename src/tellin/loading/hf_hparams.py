@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.decoder_hparams import DECODER_MODEL_TYPES, plain_config, with_own_config
 from tellin.loading.encoder_hparams import (
     ENCODER_MODEL_TYPES,
     ENCODERS,
@@ -90,6 +91,7 @@ _ARCHITECTURES = {
     "roberta": "bert",
     "smollm3": "smollm3",
     "xlm-roberta": "bert",
+    **DECODER_MODEL_TYPES,
     **ENCODER_MODEL_TYPES,
     **HYBRID_MODEL_TYPES,
     **dict.fromkeys(LATENT_MODEL_TYPES, "deepseek2"),
@@ -98,6 +100,7 @@ _ARCHITECTURES = {
 
 _TEXT_PARTS: dict[str, tuple[str, float]] = {
     "lfm2_vl": ("lfm2", 1e6),
+    "mistral3": ("mistral", 1e9),
     "qwen2_vl": ("qwen2", 1e6),
     "qwen2_5_vl": ("qwen2", 1e6),
     "qwen3_vl": ("qwen3", 5e5),
@@ -123,11 +126,14 @@ _EXPERT_VARIANTS: dict[str, tuple[object, ...]] = {
 }
 """Keys of mixtures and the values whose meaning is what the plan does."""
 _WITHOUT_WINDOW = (
-    "bamba", "deepseek2", "ernie4_5-moe", "falcon-h1", "gemma", "glm4", "glm4moe", "lfm2",
-    "lfm2moe", "llama", "mamba2", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe", "smollm3",
-    *GATED_DELTA, *GRANITE_FAMILY,
+    "apertus", "arcee", "bamba", "command-r", "deepseek2", "dots1", "ernie4_5", "ernie4_5-moe",
+    "falcon-h1", "gemma", "glm4", "glm4moe", "hunyuan-dense", "hunyuan-moe", "lfm2", "lfm2moe",
+    "llama", "mamba2", "minimax-m2", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe", "seed_oss",
+    "smollm3", *GATED_DELTA, *GRANITE_FAMILY,
 )  # fmt: skip
-_SLIDING_PATTERNS = {"gemma-embedding": 6, "gemma2": 2, "gemma3": 6, "olmo3": 4}
+_SLIDING_PATTERNS = {
+    "cohere2": 4, "exaone4": 4, "gemma-embedding": 6, "gemma2": 2, "gemma3": 6, "olmo3": 4,
+}  # fmt: skip
 
 
 def hparams_from_config(config: TypedMapping) -> ModelHParams:
@@ -165,6 +171,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         **{k: v for k, v in config.items() if v is not None},
     }
     config = renamed_config(TypedMapping(config.path, merged), architecture)
+    config = plain_config(config, architecture)
     if architecture in ENCODERS:
         return check_hparams(config.path, encoder_from_config(config, architecture))
     reader = _Reader(config, architecture)
@@ -172,6 +179,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         hparams = latents_from_config(reader.decoder(), config)
     else:
         hparams = reader.with_experts(reader.decoder())
+    hparams = with_own_config(config, hparams)
     hparams = with_recurrent_config(config, hparams)
     hparams = linear_attention_from_config(config, hparams)
     return check_hparams(config.path, hparams)
@@ -202,6 +210,7 @@ def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
     text = config.get_mapping("text_config") if config.has("text_config") else config
     kind, theta = _TEXT_PARTS[model_type]
     own = text.get_str("model_type", kind)
+    kind = own if (model_type, own) == ("mistral3", "ministral3") else kind
     if own not in (kind, model_type, f"{model_type}_text"):
         raise UnsupportedModelError(
             f"{config.path}: {model_type!r} with a text model {own!r} is not supported"

@@ -19,8 +19,8 @@ FP8                   ``weight [n, k]`` in E4M3; ``weight_scale_inv`` or ``weigh
                       it is a multiple: one, one per output, or one per rectangle
 ====================  ==============================================================================
 
-Scales of activations (``input_scale``) and of KV caches are not used: activations are not E4M3
-here, but of higher precision.
+Scales of activations (``input_scale``, ``activation_scale``) and of KV caches are not used:
+activations are not E4M3 here, but of higher precision.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tellin.loading.tensors import QuantType, TensorRef
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _DROPPED = re.compile(
     r".*\.(input_scale|input_zero_point|output_scale|output_zero_point|input_scale_ub"
-    r"|[qkv]_scale|[qkv]_zero_point|weight_shape)\Z"
+    r"|activation_scale|[qkv]_scale|[qkv]_zero_point|weight_shape)\Z"
 )
 _FLOATS = (QuantType.F16, QuantType.BF16, QuantType.F32)
 _FLOAT8 = "F8_E4M3"

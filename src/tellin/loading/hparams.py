@@ -16,10 +16,17 @@ from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
 
 SUPPORTED_ARCHITECTURES = (
+    "apertus",
+    "arcee",
     "bamba",
     "bert",
+    "cohere2",
+    "command-r",
     "deepseek2",
+    "dots1",
+    "ernie4_5",
     "ernie4_5-moe",
+    "exaone4",
     "falcon-h1",
     "gemma",
     "gemma-embedding",
@@ -34,11 +41,15 @@ SUPPORTED_ARCHITECTURES = (
     "granitehybrid",
     "granitemoe",
     "gte",
+    "hunyuan-dense",
+    "hunyuan-moe",
     "lfm2",
     "lfm2moe",
     "llama",
     "mamba2",
+    "minimax-m2",
     "mistral",
+    "mistral3",
     "mixtral",
     "modern-bert",
     "nemotron_h",
@@ -57,6 +68,7 @@ SUPPORTED_ARCHITECTURES = (
     "qwen3moe",
     "qwen3next",
     "qwen3vl",
+    "seed_oss",
     "smollm3",
 )
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
@@ -64,6 +76,7 @@ SUPPORTED_ARCHITECTURES = (
 GEMMA_FAMILY = ("gemma", "gemma-embedding", "gemma2", "gemma3", "gemma3n", "gemma4")
 GRANITE_FAMILY = ("granite", "granitehybrid", "granitemoe")
 NORMS_AFTER_BLOCKS = (
+    "exaone4",
     "gemma-embedding",
     "gemma2",
     "gemma3",
@@ -75,12 +88,15 @@ NORMS_AFTER_BLOCKS = (
 )
 WITH_EXPERTS = (
     "deepseek2",
+    "dots1",
     "ernie4_5-moe",
     "glm4moe",
     "gpt-oss",
     "granitehybrid",
     "granitemoe",
+    "hunyuan-moe",
     "lfm2moe",
+    "minimax-m2",
     "mixtral",
     "nemotron_h_moe",
     "olmoe",
@@ -95,15 +111,17 @@ NORMALIZES_EXPERTS = (
     "gpt-oss",
     "granitehybrid",
     "granitemoe",
+    "hunyuan-moe",
+    "minimax-m2",
     "mixtral",
     "qwen35moe",
 )
 """Mixtures that always divide the weights of a token's experts by their sum."""
-SIGMOID_EXPERTS = ("glm4moe", "lfm2moe", "nemotron_h_moe")
+SIGMOID_EXPERTS = ("dots1", "glm4moe", "lfm2moe", "minimax-m2", "nemotron_h_moe")
 """Mixtures that score experts by the sigmoid of their logits."""
 WITH_LATENTS = ("deepseek2",)
 """Families with multi-head latent attention."""
-NEIGHBOUR_PAIRS = ("deepseek2", "ernie4_5-moe", "glm4")
+NEIGHBOUR_PAIRS = ("cohere2", "command-r", "deepseek2", "ernie4_5", "ernie4_5-moe", "glm4")
 """Families whose checkpoints, not GGUF files alone, have rotated pairs side by side."""
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
@@ -257,6 +275,10 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
             _check_positive(path, name, value)
     if hparams.sliding_window is not None:
         _check_range(path, "sliding_window", hparams.sliding_window, 1, _MAX_CONTEXT)
+    if hparams.query_temperature is not None:
+        beta, length = hparams.query_temperature
+        _check_positive(path, "factor of the queries' temperature", beta)
+        _check_range(path, "length of the queries' temperature", length, 1, _MAX_CONTEXT)
     if hparams.rope_dim is not None:
         _check_range(path, "rope_dim", hparams.rope_dim, 2, hparams.head_dim)
         if hparams.rope_dim % 2:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tellin.exceptions import ModelLoadError, ModelNotFoundError
 from tellin.loading import gguf
+from tellin.loading.decoder_names import tensors_of_metadata
 from tellin.loading.finite import is_finite
 from tellin.loading.gguf_hparams import hparams_from_gguf
 from tellin.loading.hf_hparams import hparams_from_config
@@ -205,6 +206,7 @@ def _open_gguf(path: Path) -> ModelSource:
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         hparams = hparams_from_gguf(metadata, tensors)
         canonical = canonical_from_gguf(path, hparams, tensors)
+        canonical |= tensors_of_metadata(metadata, hparams)
         canonical |= head_of_gguf(metadata, canonical)
         return ModelSource(files[0].path, hparams, canonical, files, metadata)
     except BaseException:

@@ -31,6 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError
+from tellin.loading.decoder_names import decoder_hf_name, decoder_tensor
 from tellin.loading.encoder_hparams import ROTARY_ENCODERS
 from tellin.loading.encoder_names import encoder_gguf_layer_names, encoder_hf_name
 from tellin.loading.gated_delta import (
@@ -255,7 +256,7 @@ def canonical_from_gguf(
         layer_names |= _GGUF_LAYER_GPT_OSS
     elif hparams.latent is not None:
         layer_names |= _GGUF_LAYER_LATENT
-    elif architecture == "glm4moe":
+    elif architecture in ("glm4moe", "seed_oss"):
         layer_names["post_attention_norm"] = "post_attention_layernorm"
     if architecture in ("gemma3n", "gemma4"):
         layer_names |= _GGUF_LAYER_GEMMA4 | _GGUF_LAYER_GEMMA3N
@@ -316,7 +317,8 @@ def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iter
 def canonical_hf_name(architecture: str, name: str) -> str:
     """The canonical name of one Hugging Face tensor; fused matrices keep theirs."""
     name = _HF_PREFIX.sub("", name, count=1) if _HF_PREFIX.match(name) else name
-    name = encoder_hf_name(architecture, hybrid_hf_name(architecture, name))
+    name = decoder_hf_name(architecture, hybrid_hf_name(architecture, name))
+    name = encoder_hf_name(architecture, name)
     if architecture == "bert":
         for pattern, replacement in _HF_BERT:
             name = pattern.sub(replacement, name)
@@ -366,7 +368,7 @@ def _canonical(
         name = rename(tensor.name)
         if name is None:
             continue
-        tensor = recurrent_tensor(name, tensor)
+        tensor = decoder_tensor(name, recurrent_tensor(name, tensor))
         for expert_name, matrix in _split_stacked(path, hparams, name, tensor):
             for part_name, part in _split_fused(path, hparams, expert_name, matrix):
                 if part_name in named:

@@ -35,6 +35,11 @@ _GPT4O = (
     r"|\p{N}{1,3}" + _REST_WITH_SLASH
 )
 
+_SEED = (
+    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 # Cased letters as DeepSeek lists them, which is not quite any Unicode property.
 _DEEPSEEK_LETTERS = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
@@ -96,10 +101,14 @@ _GPT2 = PreTokenizer(gpt2_words=True)
 _GPT2_NFC = PreTokenizer(gpt2_words=True, nfc=True)
 _DIGITS_GPT2 = PreTokenizer(single_digits=True, gpt2_words=True)
 _LLAMA_BPE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+_DEEPSEEK = PreTokenizer(
+    (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)
+)
 
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt2": _GPT2,
     "gpt-2": _GPT2,
+    "exaone4": _GPT2,
     "jais": _GPT2,
     "modern-bert": _GPT2_NFC,
     "mpt": _GPT2_NFC,
@@ -119,10 +128,13 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
     "qwen2": PreTokenizer((_QWEN2,), nfc=True),
+    "hunyuan": PreTokenizer((_QWEN2,), nfc=True),
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o": PreTokenizer((_GPT4O,)),
+    "minimax-m2": PreTokenizer((_GPT4O,)),
+    "seed-coder": PreTokenizer((_SEED,)),
     "deepseek-llm": PreTokenizer(
         (
             r"[\r\n]",
@@ -136,8 +148,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "deepseek-coder": PreTokenizer(
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _DEEPSEEK_CJK), single_digits=True
     ),
-    "deepseek-v3": PreTokenizer(
-        (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK_V3)
-    ),
+    "deepseek-v3": _DEEPSEEK,
+    "hunyuan-dense": _DEEPSEEK,
 }
 """GGUF name to definition."""

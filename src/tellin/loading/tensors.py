@@ -298,3 +298,5 @@ class ModelHParams:
     """Of an encoder's classifier, behind its dense layer: tanh, or as ``hidden_act``."""
     mrope_section: tuple[int, ...] = ()
     """Frequencies that turn by time, height and width, interleaved (Qwen3.5); empty: no such."""
+    query_temperature: tuple[float, int] | None = None
+    """Queries at position p are multiplied by ``1 + first * ln(1 + p // second)`` (Ministral 3)."""

@@ -15,10 +15,17 @@ from tellin.models.plan.passes import optimize, with_lora
 from tellin.models.plan.recorder import WeightSource
 
 _ARCHITECTURES = {
+    "apertus": "apertus",
+    "arcee": "arcee",
     "bamba": "granitehybrid",
     "bert": "bert",
+    "cohere2": "cohere",
+    "command-r": "cohere",
     "deepseek2": "deepseek2",
+    "dots1": "glm4moe",
+    "ernie4_5": "llama",
     "ernie4_5-moe": "ernie4_5_moe",
+    "exaone4": "exaone4",
     "falcon-h1": "falcon_h1",
     "gemma": "llama",
     "gemma-embedding": "gemma3",
@@ -34,11 +41,15 @@ _ARCHITECTURES = {
     "granitehybrid": "granitehybrid",
     "granitemoe": "granite",
     "gte": "nomic_bert",
+    "hunyuan-dense": "hunyuan",
+    "hunyuan-moe": "hunyuan",
     "lfm2": "lfm2",
     "lfm2moe": "lfm2",
     "llama": "llama",
     "mamba2": "nemotron_h",
+    "minimax-m2": "olmoe",
     "mistral": "llama",
+    "mistral3": "mistral3",
     "mixtral": "mixtral",
     "modern-bert": "modern_bert",
     "nemotron_h": "nemotron_h",
@@ -55,6 +66,7 @@ _ARCHITECTURES = {
     "qwen35moe": "qwen3next",
     "qwen3moe": "qwen3moe",
     "qwen3next": "qwen3next",
+    "seed_oss": "qwen2",
     "smollm3": "smollm3",
 }
 """Architecture name (GGUF ``general.architecture``, Hugging Face ``model_type``) to module name."""

@@ -3,7 +3,10 @@
 The first layers are dense. A bias per expert takes part in the choice, not in the sum. Layers after
 the last, which predict further tokens, are left out by the loader.
 
-Source: GLM-4.5 team 2025 (GLM-4.5), section 2.1.
+dots.llm1 is like GLM-4.5, with all of each head rotated.
+
+Source: GLM-4.5 team 2025 (GLM-4.5), section 2.1; rednote-hilab 2025 (dots.llm1), its published
+configuration.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Llama and its relatives: pre-norm decoder, grouped-query attention, rotary positions, gated MLP.
 
 Covers Llama 1-3, SmolLM2, Mistral (sliding window), Phi-3 (longrope; the loader reads its fused
-matrices as row ranges) and Gemma 1 (scaled embedding, GeGLU): what differs is in the
-hyperparameters. Biases are used where the model has them.
+matrices as row ranges), Gemma 1 (scaled embedding, GeGLU) and dense ERNIE 4.5 (neighbouring pairs):
+what differs is in the hyperparameters. Biases are used where the model has them.
 
 Source: Touvron et al. 2023 (LLaMA), section 2.2; Jiang et al. 2023 (Mistral 7B), section 2.
 """

@@ -8,7 +8,7 @@ Source: NVIDIA 2025 (Nemotron-H), section 2.1: the MLP's activation is the squar
 
 from __future__ import annotations
 
-from tellin.models.parts import embed_tokens, lm_head, mamba2
+from tellin.models.parts import embed_tokens, lm_head, mamba2, squared_relu_mlp
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan
 
@@ -34,11 +34,6 @@ def mamba(b: PlanBuilder, x: Buffer, layer: str) -> Buffer:
 
 def mlp(b: PlanBuilder, x: Buffer, layer: str) -> Buffer:
     return squared_relu_mlp(b, x, f"{layer}.mlp")
-
-
-def squared_relu_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
-    up = b.linear(x, f"{name}.up_proj", bias=False)
-    return b.linear(b.act_mul(up, up, act="relu"), f"{name}.down_proj", bias=False)
 
 
 def moe(b: PlanBuilder, x: Buffer, layer: str) -> Buffer:

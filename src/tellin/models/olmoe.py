@@ -1,6 +1,10 @@
 """OLMoE: a mixture of experts in every layer, an RMSNorm over all of q and over all of k.
 
-Source: Muennighoff et al. 2024 (OLMoE), section 2 and table 10.
+MiniMax-M2 is like it: half of each head is rotated, experts are scored by sigmoids and chosen with
+a bias.
+
+Source: Muennighoff et al. 2024 (OLMoE), section 2 and table 10; MiniMax 2025 (MiniMax-M2), its
+published configuration.
 """
 
 from __future__ import annotations

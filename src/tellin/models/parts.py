@@ -29,6 +29,13 @@ def gated_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     return b.linear(b.act_mul(gate, up), f"{name}.down_proj", bias=bias)
 
 
+def squared_relu_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    """``down(relu(up(x))^2)``. Source: So et al. 2021 (Primer), section 4."""
+    bias = True if b.hparams.mlp_bias else None
+    up = b.linear(x, f"{name}.up_proj", bias=bias)
+    return b.linear(b.act_mul(up, up, act="relu"), f"{name}.down_proj", bias=bias)
+
+
 def experts_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     """Mixture of gated MLPs: each row goes through those that its router scores highest.
 
@@ -106,8 +113,12 @@ def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
 
     Where hidden states are wanted and no logits, it ends with the norm.
     """
+    return logits_of(b, b.rms_norm(b.gather_rows(x), "norm"))
+
+
+def logits_of(b: PlanBuilder, hidden: Buffer) -> Plan:
+    """Output matrix, for rows ``hidden`` whose norm is made; ends the plan as `lm_head` does."""
     hp = b.hparams
-    hidden = b.rms_norm(b.gather_rows(x), "norm")
     if b.pooling:
         return b.finish(hidden, hidden, ignore=UNUSED_WHEN_POOLING)
     head = "embed_tokens" if hp.tie_word_embeddings else "lm_head"

@@ -1,6 +1,9 @@
 """Qwen2 and Qwen2.5: Llama's layer with biases on q, k and v and none on the output projection.
 
-Source: Yang et al. 2024 (Qwen2 technical report), section 2.2.
+Seed-OSS has the same layer.
+
+Source: Yang et al. 2024 (Qwen2 technical report), section 2.2; ByteDance Seed 2025 (Seed-OSS), its
+published configuration.
 """
 
 from __future__ import annotations

@@ -25,8 +25,12 @@ from tellin.entrypoints.commands.common import (
 from tellin.entrypoints.openai.parsers.events import ParsedDelta
 from tellin.entrypoints.openai.parsers.harmony import HarmonyParser
 from tellin.entrypoints.openai.parsers.message import AnswerParser, MessageParser
-from tellin.entrypoints.openai.parsers.reasoning import GEMMA_MARKS, ThinkParser
-from tellin.entrypoints.openai.parsers.registry import template_is_harmony, thought_marks
+from tellin.entrypoints.openai.parsers.reasoning import CLOSING, OPENING, ThinkParser
+from tellin.entrypoints.openai.parsers.registry import (
+    answer_marks,
+    template_is_harmony,
+    thought_marks,
+)
 from tellin.exceptions import ContextLengthError, InvalidParameterError, UnsupportedFeatureError
 
 if TYPE_CHECKING:
@@ -98,7 +102,9 @@ class Conversation:
         template = llm.model_config.chat_template or ""
         self._has_channels = template_is_harmony(template)
         self._marks = thought_marks(template)
-        if self._has_channels or self._marks == GEMMA_MARKS:  # which are special tokens
+        self._answer_marks = answer_marks(template)
+        # All marks but those that most models have are special tokens.
+        if self._has_channels or self._marks not in (None, (OPENING, CLOSING)):
             self._params = params.clone()
             self._params.skip_special_tokens = False
         self.messages: list[dict[str, Any]] = list(self._start)
@@ -163,7 +169,8 @@ class Conversation:
             return MessageParser(None, None)
         opening, closing = self._marks
         starts_inside = prompt.rstrip().endswith(opening)
-        return MessageParser(ThinkParser(starts_inside, opening=opening, closing=closing), None)
+        think = ThinkParser(starts_inside, opening=opening, closing=closing)
+        return MessageParser(think, None, answer_marks=self._answer_marks)
 
 
 def _show(delta: ParsedDelta) -> str:

@@ -129,14 +129,16 @@ def _add_chat_arguments(group: argparse._ArgumentGroup) -> None:
         "--tool-call-parser",
         default="auto",
         metavar="NAME",
-        help="hermes, llama3_json, mistral, nemotron_json, pythonic, lfm2, gemma or qwen3_coder "
+        help="hermes, llama3_json, mistral, nemotron_json, pythonic, lfm2, gemma, qwen3_coder, "
+        "apertus, cohere, ernie45, hunyuan_a13b, minimax_m2 or seed_oss "
         "(default: by the template)",
     )
     group.add_argument(
         "--reasoning-parser",
         default="auto",
         metavar="NAME",
-        help="think, none (default: auto, from the template)",
+        help="think, apertus, cohere, ernie45, hunyuan_a13b, minimax_m2, mistral, seed_oss or none "
+        "(default: auto, from the template)",
     )
     group.add_argument(
         "--trust-request-chat-template",

@@ -18,9 +18,15 @@ from tellin.entrypoints.openai.parsers.base import ToolParser
 from tellin.entrypoints.openai.parsers.harmony import FINAL, HarmonyParser
 from tellin.entrypoints.openai.parsers.message import AnswerParser, CallReader, MessageParser
 from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, written_calls
-from tellin.entrypoints.openai.parsers.reasoning import CLOSING, OPENING, ThinkParser
+from tellin.entrypoints.openai.parsers.reasoning import (
+    CLOSING,
+    OPENING,
+    REASONING_PARSERS,
+    ThinkParser,
+)
 from tellin.entrypoints.openai.parsers.registry import (
     TOOL_PARSERS,
+    answer_marks,
     guess_tool_parser,
     template_has_tools,
     template_is_harmony,
@@ -70,11 +76,15 @@ class ChatFormat:
         self.tool_parser_name = name
         self.tool_parser: type[ToolParser] = TOOL_PARSERS[name]
         self._writes_calls = self.tool_parser is Lfm2Parser and "tool_calls" not in template
-        marks = thought_marks(template)
-        self.thinks = config.reasoning_parser == "think" or (
-            config.reasoning_parser == "auto" and marks is not None
-        )
+        marks, around_answer = thought_marks(template), answer_marks(template)
+        if config.reasoning_parser in REASONING_PARSERS:
+            named, around = REASONING_PARSERS[config.reasoning_parser]
+            # "think" is for templates that do not show what their models write.
+            marks = marks or named if config.reasoning_parser == "think" else named
+            around_answer = around or around_answer
+        self.thinks = config.reasoning_parser != "none" and marks is not None
         self._marks = marks or (OPENING, CLOSING)
+        self._answer_marks = around_answer if self.thinks else None
         self.is_harmony = config.reasoning_parser == "auto" and template_is_harmony(template)
         self._gate = None if config.reasoning_parser == "none" else gate
         special = _special_texts(tokenizer)
@@ -123,7 +133,8 @@ class ChatFormat:
         if self.is_harmony and constraint is Constraint.NONE:
             return HarmonyParser(names, max_calls=max_calls)
         think = self.make_think_parser(prompt, constraint)
-        return MessageParser(think, calls, max_calls=max_calls)
+        marks = self._answer_marks if constraint is Constraint.NONE else None
+        return MessageParser(think, calls, max_calls=max_calls, answer_marks=marks)
 
     def make_think_parser(self, prompt: str, constraint: Constraint) -> ThinkParser | None:
         """The parser of thoughts for an answer to ``prompt``; None if there are none."""

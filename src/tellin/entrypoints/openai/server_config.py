@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tellin.checks import check_float, check_int
+from tellin.entrypoints.openai.parsers.reasoning import REASONING_PARSERS
 from tellin.entrypoints.openai.parsers.registry import TOOL_PARSERS
 from tellin.exceptions import InvalidParameterError
 
 DEFAULT_PORT = 8000
 DEFAULT_MAX_BODY_BYTES = 32 << 20
 DEFAULT_MAX_QUEUE = 256
-REASONING_PARSERS = ("auto", "none", "think")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ServerConfig:
         if self.request_timeout_s is not None:
             check_float("request_timeout_s", self.request_timeout_s, 0, 1e6, open_low=True)
         self._check_choice("tool_call_parser", ("auto", *TOOL_PARSERS))
-        self._check_choice("reasoning_parser", REASONING_PARSERS)
+        self._check_choice("reasoning_parser", ("auto", "none", *REASONING_PARSERS))
         keys = (*self.api_keys, *(() if self.admin_key is None else (self.admin_key,)))
         if any(not key.strip() for key in keys):
             raise InvalidParameterError("a key must not be empty", parameter="api_key")

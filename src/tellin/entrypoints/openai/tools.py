@@ -15,11 +15,8 @@ from typing import Any
 from tellin.entrypoints.openai.chat_format import ChatFormat
 from tellin.entrypoints.openai.errors import bad_request
 from tellin.entrypoints.openai.parsers.base import ToolParser
-from tellin.entrypoints.openai.parsers.call_formats import (
-    CallableTool,
-    answer_or_calls,
-    call_starts,
-)
+from tellin.entrypoints.openai.parsers.call_formats import answer_or_calls, call_starts
+from tellin.entrypoints.openai.parsers.format_parts import CallableTool
 from tellin.entrypoints.openai.parsers.json_calls import ArrayParser, NamedCallParser
 from tellin.entrypoints.openai.parsers.message import AnswerOrCalls, CallReader
 from tellin.entrypoints.openai.requests import (

@@ -12,6 +12,7 @@ from tellin.exceptions import UnsupportedModelError
 from tellin.loading.hparams import MAX_EXPERTS, MAX_EXPERTS_PER_TOKEN
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
+from tellin.models.plan.elementwise import ScaleByPosition, Xielu
 from tellin.models.plan.ir import Buffer, Rows
 from tellin.models.plan.recorder import GATED_ACTIVATIONS, ones
 from tellin.models.plan.recurrent_builder import RecurrentBuilder
@@ -383,6 +384,20 @@ class PlanBuilder(RecurrentBuilder):
         """Multiply by a constant, in place."""
         self._ops.append(ir.Scale(x, factor))
         return x
+
+    def scale_by_position(self, x: Buffer, beta: float, length: int) -> Buffer:
+        """``x * (1 + beta * ln(1 + position // length))``, in place."""
+        self._needs_token_rows(x, "scale_by_position")
+        self._ops.append(ScaleByPosition(x, beta, length))
+        return x
+
+    def xielu(self, x: Buffer, name: str) -> Buffer:
+        """xIELU with the model's ``{name}.alpha_p``, ``alpha_n``, ``beta`` and ``eps``."""
+        parts = ("alpha_p", "alpha_n", "beta", "eps")
+        numbers = [self._vector(f"{name}.{part}", 1) for part in parts]
+        out = self._buffer(x.width, x.rows, name)
+        self._ops.append(Xielu(x, out, *numbers))
+        return out
 
     def scale_by_weight(self, x: Buffer, name: str) -> Buffer:
         """Multiply by the model's ``{name}.weight``, one value or one per column, in place."""

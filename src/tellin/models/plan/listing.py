@@ -14,6 +14,7 @@ from typing import Any
 
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan import ir
+from tellin.models.plan.elementwise import ScaleByPosition, Xielu
 from tellin.models.plan.ir import Buffer, Op, Plan, Rows
 from tellin.models.plan.streams import AddScaled, KeepLargest, MatchMagnitude
 
@@ -301,6 +302,10 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     AddScaled: _add_scaled,
     MatchMagnitude: lambda op: f"{_name(op.x)} * |{_name(op.target)}| / |{_name(op.x)}|",
     KeepLargest: lambda op: f"max(0, {_name(op.x)} - mean - {op.deviations:g} std)",
+    ScaleByPosition: lambda op: (
+        f"{_name(op.x)} * (1 + {op.beta:g} ln(1 + position // {op.length}))"
+    ),
+    Xielu: lambda op: f"xielu({_name(op.x)})",
     ir.Softcap: lambda op: f"{op.cap:g} tanh({_name(op.x)} / {op.cap:g})",
 }
 """W is the (first, second ...) weight, c its bias; A and B are an adapter's matrices."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeGuard
 
 from tellin.models.plan import ir
+from tellin.models.plan.elementwise import ScaleByPosition, Xielu
 from tellin.models.plan.ir import Buffer, Op, Plan, Rows
 from tellin.models.plan.streams import AddScaled, KeepLargest, MatchMagnitude
 
@@ -144,6 +145,7 @@ _ROWWISE = (
     ir.RmsNorm, ir.LayerNorm, ir.Linear, ir.HeadLinear, ir.MultiLinear, ir.GatedLinear, ir.Experts,
     ir.Lora, ir.Rope, ir.ActMul, ir.GateRows, ir.Activation, ir.Add, ir.Concat, ir.AddBias,
     ir.Scale, ir.ScaleByWeight, ir.Softcap, AddScaled, MatchMagnitude, KeepLargest,
+    ScaleByPosition, Xielu,
 )  # fmt: skip
 """Operations whose result for a row depends on nothing but that row and its position."""
 

@@ -9,61 +9,49 @@ from __future__ import annotations
 
 import json
 import keyword
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tellin.entrypoints.openai.parsers.apertus import ApertusParser
 from tellin.entrypoints.openai.parsers.base import ToolParser
+from tellin.entrypoints.openai.parsers.call_tags import minimax_calls, qwen_calls, seed_calls
+from tellin.entrypoints.openai.parsers.format_parts import (
+    CallableTool,
+    Definitions,
+    Format,
+    Writer,
+    arguments_of,
+    const_text,
+    json_value,
+    list_of,
+    one_of,
+    optional,
+    regex_text,
+    sequence,
+    shared,
+    tagged,
+)
 from tellin.entrypoints.openai.parsers.gemma import GemmaParser
 from tellin.entrypoints.openai.parsers.json_calls import (
+    CohereParser,
     HermesParser,
+    HunyuanParser,
     Llama3JsonParser,
     MistralParser,
     NemotronParser,
 )
 from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
-from tellin.entrypoints.openai.parsers.qwen_xml import TEXT_ONLY, QwenXmlParser, kinds_of
+from tellin.entrypoints.openai.parsers.qwen_xml import (
+    MiniMaxParser,
+    QwenXmlParser,
+    SeedParser,
+)
 from tellin.entrypoints.openai.schema_tools import (
-    DEFINITIONS,
     call_schema,
     may_have_property,
     referenced,
     without_annotations,
 )
-
-Format = dict[str, Any]
-Definitions = dict[str, Format]
-"""Parts that are used more than once, by name; writers of formats fill it."""
-
-
-@dataclass(frozen=True)
-class CallableTool:
-    """A tool: its name and the schema of its arguments, always of an object, to be enforced."""
-
-    name: str
-    parameters: dict[str, Any]
-
-    @property
-    def properties(self) -> dict[str, Any]:
-        found = self.parameters.get("properties")
-        return found if isinstance(found, dict) else {}
-
-    @property
-    def required(self) -> list[str]:
-        found = self.parameters.get("required")
-        return [name for name in self.properties if isinstance(found, list) and name in found]
-
-    def property_schema(self, name: str) -> Any:
-        """Schema of one argument, with the definitions that it may refer to."""
-        schema = self.properties[name]
-        if not isinstance(schema, Mapping) or "$ref" not in json.dumps(schema):
-            return schema
-        shared = {k: self.parameters[k] for k in DEFINITIONS if k in self.parameters}
-        return {**shared, **schema}
-
-
-Writer = Callable[[Sequence[CallableTool], bool, Definitions], Format]
-"""Writes the calls of these tools, at most one if so told."""
 
 
 def answer_or_calls(
@@ -90,7 +78,7 @@ def answer_or_calls(
     bare = [CallableTool(tool.name, without_annotations(tool.parameters)) for tool in tools]
     definitions: Definitions = {}
     calls = _WRITERS[parser](bare, is_single, definitions)
-    answer = _schema(without_annotations(answer_schema))
+    answer = json_value(without_annotations(answer_schema))
     return {"format": one_of(answer, calls), "definitions": definitions}
 
 
@@ -103,104 +91,73 @@ def call_starts(parser: type[ToolParser], names: Sequence[str]) -> tuple[str, ..
     return parser.markers
 
 
-# ---------------------------------------------------------------------- parts of formats
-
-
-def _text(value: str) -> Format:
-    return {"type": "const_string", "value": value}
-
-
-def _schema(schema: Any) -> Format:
-    return {"type": "json_schema", "json_schema": schema}
-
-
-def _regex(pattern: str) -> Format:
-    return {"type": "regex", "pattern": pattern}
-
-
-def _sequence(*elements: Format) -> Format:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def one_of(*elements: Format) -> Format:
-    return elements[0] if len(elements) == 1 else {"type": "or", "elements": list(elements)}
-
-
-def _tag(begin: str, content: Format, end: str = "") -> Format:
-    return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-
-def _list(tags: Sequence[Format], separator: str, *, is_single: bool = False) -> Format:
-    """At least one of these, in any order."""
-    return {
-        "type": "tags_with_separator",
-        "tags": list(tags),
-        "separator": separator,
-        "at_least_one": True,
-        "stop_after_first": is_single,
-    }
-
-
-def _optional(element: Format) -> Format:
-    return one_of(_text(""), element)
-
-
-def _shared(definitions: Definitions, element: Format, name: str | None = None) -> Format:
-    """A reference to the part, which is kept under the name, or under a short one of its own."""
-    name = name or f"p{len(definitions)}"
-    definitions[name] = element
-    return {"type": "ref", "name": name}
-
-
 # ---------------------------------------------------------------------- formats of JSON
 
 
 def _hermes(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
-    calls = one_of(*(_schema(call_schema(tool.name, tool.parameters)) for tool in tools))
-    return _list([_tag("<tool_call>\n", calls, "\n</tool_call>")], "\n", is_single=is_single)
+    calls = one_of(*(json_value(call_schema(tool.name, tool.parameters)) for tool in tools))
+    return list_of([tagged("<tool_call>\n", calls, "\n</tool_call>")], "\n", is_single=is_single)
 
 
 def _llama3(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
     calls = [
-        _tag("", _schema(call_schema(tool.name, tool.parameters, "parameters"))) for tool in tools
+        tagged("", json_value(call_schema(tool.name, tool.parameters, "parameters")))
+        for tool in tools
     ]
-    bare = _shared(definitions, _list(calls, "; ", is_single=is_single))
-    return one_of(bare, _sequence(_text("<|python_tag|>"), bare))
+    bare = shared(definitions, list_of(calls, "; ", is_single=is_single))
+    return one_of(bare, sequence(const_text("<|python_tag|>"), bare))
 
 
 def _mistral(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
     """The older way, an array; and the newer one, the name before its arguments."""
-    arguments = [_shared(definitions, _schema(tool.parameters)) for tool in tools]
-    array = _tag("[TOOL_CALLS]", _array(tools, arguments, is_single))
+    arguments = [shared(definitions, json_value(tool.parameters)) for tool in tools]
+    array = tagged("[TOOL_CALLS]", _array(tools, arguments, is_single))
     named = [
-        _tag(f"[TOOL_CALLS]{tool.name}{end}", schema)
+        tagged(f"[TOOL_CALLS]{tool.name}{end}", schema)
         for tool, schema in zip(tools, arguments, strict=True)
         for end in ("[ARGS]", "")
     ]
-    return one_of(array, _list(named, "", is_single=is_single))
+    return one_of(array, list_of(named, "", is_single=is_single))
 
 
-def _nemotron(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
-    arguments = [_shared(definitions, _schema(tool.parameters)) for tool in tools]
-    return _tag("<TOOLCALL>", _array(tools, arguments, is_single), "</TOOLCALL>")
+def _marked_array(parser: type[NemotronParser], *keys: str) -> Writer:
+    """An array between the parser's marks; ``keys`` are those of names and of arguments."""
+
+    def write(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
+        arguments = [shared(definitions, json_value(tool.parameters)) for tool in tools]
+        return tagged(parser.markers[0], _array(tools, arguments, is_single, *keys), parser.closing)
+
+    return write
 
 
-def _array(tools: Sequence[CallableTool], arguments: Sequence[Format], is_single: bool) -> Format:
+def _apertus(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
+    calls = [tagged(f'{{"{tool.name}": ', json_value(tool.parameters), "}") for tool in tools]
+    array = list_of(calls, ", ", is_single=is_single)
+    return tagged("<|tools_prefix|>[", array, "]<|tools_suffix|>")
+
+
+def _array(
+    tools: Sequence[CallableTool],
+    arguments: Sequence[Format],
+    is_single: bool,
+    name_key: str = "name",
+    arguments_key: str = "arguments",
+) -> Format:
     """Calls as objects; ``arguments`` are the tools' own."""
     calls = [
-        _tag(f'{{"name": "{tool.name}", "arguments": ', schema, "}")
+        tagged(f'{{"{name_key}": "{tool.name}", "{arguments_key}": ', schema, "}")
         for tool, schema in zip(tools, arguments, strict=True)
     ]
-    return _sequence(_text("["), _list(calls, ", ", is_single=is_single), _text("]"))
+    return sequence(const_text("["), list_of(calls, ", ", is_single=is_single), const_text("]"))
 
 
 # ---------------------------------------------------------------------- Python
 
 
 def _pythonic(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
-    calls = [_tag(f"{_python_name(tool)}(", _keywords(tool, definitions), ")") for tool in tools]
-    array = _sequence(_text("["), _list(calls, ", ", is_single=is_single), _text("]"))
-    return _shared(definitions, array)
+    calls = [tagged(f"{_python_name(tool)}(", _keywords(tool, definitions), ")") for tool in tools]
+    array = sequence(const_text("["), list_of(calls, ", ", is_single=is_single), const_text("]"))
+    return shared(definitions, array)
 
 
 def _between(parser: type[PythonicParser]) -> Writer:
@@ -208,7 +165,7 @@ def _between(parser: type[PythonicParser]) -> Writer:
 
     def write(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
         bare = _pythonic(tools, is_single, definitions)
-        return one_of(bare, _tag(parser.markers[0], bare, parser.closing))
+        return one_of(bare, tagged(parser.markers[0], bare, parser.closing))
 
     return write
 
@@ -227,66 +184,8 @@ def _keywords(tool: CallableTool, definitions: Definitions) -> Format:
             raise ValueError(
                 f"the argument {name!r} of {tool.name!r} cannot be written in Python's syntax"
             )
-        written[name] = _tag(f"{name}=", _schema(tool.property_schema(name)))
-    return _arguments(tool, written, ", ", definitions)
-
-
-def _arguments(
-    tool: CallableTool, written: Mapping[str, Format], separator: str, definitions: Definitions
-) -> Format:
-    """All required arguments in their order, then any of the others in theirs, each once."""
-    required: list[Format] = []
-    for name in tool.required:
-        required += [_text(separator), written[name]] if required else [written[name]]
-    rest = _text("")
-    as_first = [_text("")]
-    for name in reversed([name for name in written if name not in tool.required]):
-        item = _shared(definitions, written[name])
-        as_first.append(_sequence(item, rest))
-        longer = one_of(_sequence(_text(separator), item, rest), rest)
-        rest = _shared(definitions, longer)
-    return _sequence(*required, rest) if required else one_of(*as_first)
-
-
-# ---------------------------------------------------------------------- Qwen's tags
-
-
-def _qwen_xml(tools: Sequence[CallableTool], is_single: bool, definitions: Definitions) -> Format:
-    """Texts are free, but for allowed values; so are those that may be something else too."""
-    calls = []
-    for tool in tools:
-        _require_tag_name(tool, tool.name)
-        written = {}
-        for name in tool.properties:
-            _require_tag_name(tool, name)
-            lines = _tag_lines(tool, name)
-            written[name] = _tag(f"<parameter={name}>\n", lines, "</parameter>\n")
-        arguments = _arguments(tool, written, "", definitions)
-        begin, end = f"<tool_call>\n<function={tool.name}>\n", "</function>\n</tool_call>"
-        calls.append(_tag(begin, arguments, end))
-    return _list(calls, "\n", is_single=is_single)
-
-
-def _tag_lines(tool: CallableTool, name: str) -> Format:
-    """A value and the end of its line."""
-    schema = tool.property_schema(name)
-    kinds = kinds_of(schema, tool.parameters)
-    if kinds is not None and "string" not in kinds:
-        return _sequence(_schema(schema), _text("\n"))
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
-    if kinds == TEXT_ONLY and isinstance(choices, list):
-        if any("</parameter>" in choice for choice in choices):
-            raise ValueError(
-                f"an allowed value of the argument {name!r} of {tool.name!r} contains "
-                "'</parameter>', which ends values in this model's format"
-            )
-        return one_of(*(_text(f"{choice}\n") for choice in choices))
-    return _optional(_regex("[^<]*\n"))
-
-
-def _require_tag_name(tool: CallableTool, name: str) -> None:
-    if not name or name != name.strip() or any(char in "<>\n" for char in name):
-        raise ValueError(f"the name {name!r} in {tool.name!r} cannot be written as a tag")
+        written[name] = tagged(f"{name}=", json_value(tool.property_schema(name)))
+    return arguments_of(tool, written, ", ", definitions)
 
 
 # ---------------------------------------------------------------------- Gemma
@@ -311,14 +210,14 @@ def _gemma(tools: Sequence[CallableTool], is_single: bool, definitions: Definiti
     for begin, end, quote in _GEMMA_STYLES:
         values = _gemma_values(quote, definitions)
         calls = [
-            _tag(
+            tagged(
                 f"{begin}call:{tool.name}{{",
                 _GemmaWriter(tool, quote, values, definitions).arguments(tool),
                 f"}}{end}",
             )
             for tool in tools
         ]
-        styles.append(_list(calls, "", is_single=is_single))
+        styles.append(list_of(calls, "", is_single=is_single))
     return one_of(*styles)
 
 
@@ -346,8 +245,8 @@ class _GemmaWriter:
         """The properties of an object; of those that its schema names no others."""
         written = {}
         for name, schema in part.properties.items():
-            written[name] = _tag(f"{self._key(name)}:", self._value(name, schema))
-        return _arguments(part, written, ",", self._definitions)
+            written[name] = tagged(f"{self._key(name)}:", self._value(name, schema))
+        return arguments_of(part, written, ",", self._definitions)
 
     def _value(self, name: str, schema: Any) -> Format:
         """A value of the schema, which belongs to the argument ``name``."""
@@ -368,7 +267,7 @@ class _GemmaWriter:
                 raise ValueError(
                     f"the argument {name!r} of {self._tool.name!r} has no allowed value"
                 )
-            return one_of(*(_text(self._literal(name, choice)) for choice in fitting))
+            return one_of(*(const_text(self._literal(name, choice)) for choice in fitting))
         return one_of(*(self._of_kind(name, kind, schema) for kind in kinds))
 
     def _reference(self, name: str, reference: str) -> Format:
@@ -383,16 +282,16 @@ class _GemmaWriter:
     def _of_kind(self, name: str, kind: Any, schema: Mapping[str, Any]) -> Format:
         if kind in ("integer", "number"):
             limits = {key: schema[key] for key in _NUMBER_LIMITS if key in schema}
-            return _schema({"type": kind, **limits}) if limits else self._values[kind]
+            return json_value({"type": kind, **limits}) if limits else self._values[kind]
         if kind == "array" and isinstance(schema.get("items"), Mapping):
             item = self._value(name, schema["items"])
-            items = _list([_tag("", item)], ",")
+            items = list_of([tagged("", item)], ",")
             needs_one = schema.get("minItems", 0) != 0
-            inner = items if needs_one else _optional(items)
-            return _shared(self._definitions, _sequence(_text("["), inner, _text("]")))
+            inner = items if needs_one else optional(items)
+            return shared(self._definitions, sequence(const_text("["), inner, const_text("]")))
         if kind == "object" and schema.get("properties"):
             inner = self.arguments(CallableTool(self._tool.name, dict(schema)))
-            return _shared(self._definitions, _sequence(_text("{"), inner, _text("}")))
+            return shared(self._definitions, sequence(const_text("{"), inner, const_text("}")))
         return self._values.get(kind if isinstance(kind, str) else "any", self._values["any"])
 
     def _literal(self, name: str, value: Any) -> str:
@@ -431,30 +330,37 @@ def _gemma_values(quote: str, definitions: Definitions) -> dict[str, Format]:
     """Values by type alone; what is inside lists and objects is free."""
     name = f"any{quote}"
     anything: Format = {"type": "ref", "name": name}
-    pair = _tag("", _sequence(_regex(_GEMMA_BARE), _text(":"), anything))
+    pair = tagged("", sequence(regex_text(_GEMMA_BARE), const_text(":"), anything))
     values = {
-        kind: _shared(definitions, _schema({"type": kind}))
+        kind: shared(definitions, json_value({"type": kind}))
         for kind in ("integer", "number", "boolean", "null")
     }
-    values["string"] = _shared(definitions, _tag(quote, _optional(_regex("[^<]+")), quote))
-    values["array"] = _shared(definitions, _in_brackets("[", _list([_tag("", anything)], ","), "]"))
-    values["object"] = _shared(definitions, _in_brackets("{", _list([pair], ","), "}"))
+    values["string"] = shared(definitions, tagged(quote, optional(regex_text("[^<]+")), quote))
+    values["array"] = shared(
+        definitions, _in_brackets("[", list_of([tagged("", anything)], ","), "]")
+    )
+    values["object"] = shared(definitions, _in_brackets("{", list_of([pair], ","), "}"))
     kinds = ("string", "number", "boolean", "null", "array", "object")
-    values["any"] = _shared(definitions, one_of(*(values[kind] for kind in kinds)), name)
+    values["any"] = shared(definitions, one_of(*(values[kind] for kind in kinds)), name)
     return values
 
 
 def _in_brackets(opening: str, content: Format, closing: str) -> Format:
-    return _sequence(_text(opening), _optional(content), _text(closing))
+    return sequence(const_text(opening), optional(content), const_text(closing))
 
 
 _WRITERS: dict[type[ToolParser], Writer] = {
     HermesParser: _hermes,
     Llama3JsonParser: _llama3,
     MistralParser: _mistral,
-    NemotronParser: _nemotron,
+    NemotronParser: _marked_array(NemotronParser),
+    HunyuanParser: _marked_array(HunyuanParser),
+    ApertusParser: _apertus,
+    CohereParser: _marked_array(CohereParser, "tool_name", "parameters"),
     Lfm2Parser: _between(Lfm2Parser),
     PythonicParser: _between(PythonicParser),
     GemmaParser: _gemma,
-    QwenXmlParser: _qwen_xml,
+    QwenXmlParser: qwen_calls,
+    SeedParser: seed_calls,
+    MiniMaxParser: minimax_calls,
 }

@@ -1,11 +1,11 @@
-"""Tool calls written as JSON: Hermes and Qwen, Llama 3, Mistral, Nemotron, and a bare array."""
+"""Tool calls written as JSON: Hermes and Qwen, Llama 3, Mistral, Cohere, and a bare array."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 from tellin.entrypoints.openai.parsers.base import ToolParser
-from tellin.entrypoints.openai.parsers.json_scanner import CallScanner, ValueScanner
+from tellin.entrypoints.openai.parsers.json_scanner import NAME_KEYS, CallScanner, ValueScanner
 
 
 class JsonCallParser(ToolParser):
@@ -13,6 +13,8 @@ class JsonCallParser(ToolParser):
 
     only_known_names = False
     """Whether an object is a call only if it names a tool of the request."""
+    name_keys = NAME_KEYS
+    """Under which of these keys an object names its function."""
 
     def __init__(self, tool_names: Collection[str]) -> None:
         super().__init__(tool_names)
@@ -20,7 +22,7 @@ class JsonCallParser(ToolParser):
         self._is_announced = False
 
     def _begin_object(self) -> None:
-        self._object, self._is_announced = CallScanner(), False
+        self._object, self._is_announced = CallScanner(self.name_keys), False
         self._state = self._in_object
 
     def _in_object(self, char: str) -> None:
@@ -237,6 +239,24 @@ class NemotronParser(MistralParser):
 
     def _end_array(self) -> None:
         self._expect_closing()
+
+
+class HunyuanParser(NemotronParser):
+    """``<tool_calls>[{"name": ..., "arguments": ...}, ...]</tool_calls>``."""
+
+    markers = ("<tool_calls>",)
+    closing = "</tool_calls>"
+
+
+class CohereParser(NemotronParser):
+    """``<|START_ACTION|>[{"tool_name": ..., "parameters": ...}, ...]<|END_ACTION|>``.
+
+    Objects have a number besides, as ``tool_call_id``.
+    """
+
+    markers = ("<|START_ACTION|>",)
+    closing = "<|END_ACTION|>"
+    name_keys = ("tool_name",)
 
 
 class NamedCallParser(ToolParser):

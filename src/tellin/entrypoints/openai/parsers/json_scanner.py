@@ -74,8 +74,10 @@ class CallScanner:
     arguments are kept back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name_keys: tuple[str, ...] = NAME_KEYS) -> None:
+        """``name_keys``: under which of them an object names its function."""
         self.name: str | None = None
+        self._name_keys = name_keys
         self.raw = "{"
         """All characters of the object, for when it turns out to be no call."""
         self._state = _State.KEY_OR_END
@@ -167,7 +169,7 @@ class CallScanner:
 
     def _end_value(self) -> None:
         self._state = _State.COMMA_OR_END
-        if self._key in NAME_KEYS and self.name is None:
+        if self._key in self._name_keys and self.name is None:
             self.name = _string(self._text)
             if not self.name:
                 self.name, self._state = None, _State.FAILED

@@ -88,16 +88,25 @@ class MessageParser:
         tools: CallReader | None,
         *,
         max_calls: int | None = None,
+        answer_marks: tuple[str, str] | None = None,
     ) -> None:
-        """``max_calls``: later ones are dropped (``parallel_tool_calls=false``)."""
+        """
+        Args:
+            max_calls: later ones are dropped (``parallel_tool_calls=false``).
+            answer_marks: what a model may write around its answer, which is dropped.
+        """
         self._think = think
+        self._answer: ThinkParser | None = None
+        if answer_marks is not None:
+            opening, closing = answer_marks
+            self._answer = ThinkParser(False, opening=opening, closing=closing)
         self._tools = tools
         self._max_calls = max_calls
 
     @property
     def is_plain(self) -> bool:
         """Whether all text is content as it is."""
-        return self._think is None and self._tools is None
+        return self._think is None and self._tools is None and self._answer is None
 
     @property
     def num_calls(self) -> int:
@@ -106,16 +115,27 @@ class MessageParser:
 
     def feed(self, text: str) -> ParsedDelta:
         delta = ParsedDelta(content=text) if self._think is None else self._think.feed(text)
-        return self._call_tools(delta)
+        return self._call_tools(self._unwrap(delta))
 
     def finish(self) -> ParsedDelta:
         delta = ParsedDelta() if self._think is None else self._think.finish()
+        delta = self._unwrap(delta)
+        if self._answer is not None:
+            rest = self._answer.finish()
+            delta.content += rest.reasoning + rest.content
         delta = self._call_tools(delta)
         if self._tools is not None:
             rest = self._limit(self._tools.finish())
             delta.content += rest.content
             delta.calls += rest.calls
         return delta
+
+    def _unwrap(self, delta: ParsedDelta) -> ParsedDelta:
+        """Without the marks around the answer: content is what is between and behind them."""
+        if self._answer is None or not delta.content:
+            return delta
+        parts = self._answer.feed(delta.content)
+        return ParsedDelta(content=parts.reasoning + parts.content, reasoning=delta.reasoning)
 
     def _call_tools(self, delta: ParsedDelta) -> ParsedDelta:
         if self._tools is None or not delta.content:

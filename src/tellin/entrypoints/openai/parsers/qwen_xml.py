@@ -1,8 +1,9 @@
-"""Tool calls of Qwen3-Coder and Qwen3.5: functions and parameters as tags, values as plain text.
+"""Tool calls as tags with values as plain text: Qwen3-Coder and Qwen3.5, Seed-OSS, MiniMax-M2.
 
 ``<tool_call><function=f><parameter=city>Rome</parameter></function></tool_call>``, with line breaks
-between all of them. Texts have no quotes, so that only the tool's schema tells ``1`` from ``"1"``.
-What can only be a text is handed out while it comes, other parameters at their closing tag.
+between all of them; other families have other tags. Texts have no quotes, so that only the tool's
+schema tells ``1`` from ``"1"``. What can only be a text is handed out while it comes, other
+parameters at their closing tag.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from tellin.entrypoints.openai.parsers.base import ToolParser
 from tellin.entrypoints.openai.parsers.json_text import value_end
 from tellin.entrypoints.openai.schema_tools import referenced
 
-_FUNCTION, _PARAMETER = "<function=", "<parameter="
-_END_FUNCTION, _END_PARAMETER, _END_CALL = "</function>", "</parameter>", "</tool_call>"
+END_PARAMETER = "</parameter>"
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}
 _KIND_OF_START = {'"': "string", "{": "object", "[": "array", "t": "boolean", "f": "boolean",
                   "n": "null"}  # fmt: skip
@@ -26,28 +26,33 @@ _MAX_DEPTH = 16
 
 
 class QwenXmlParser(ToolParser):
-    markers = ("<tool_call>", _FUNCTION)
+    markers = ("<tool_call>", "<function=")
+    """The tag around calls, and how that of a function begins, which may come alone."""
+    closing = "</tool_call>"
+    end_function = "</function>"
+    parameter = "<parameter="
+    """How the tag of a parameter begins."""
 
     def _begin(self, marker: str) -> None:
         self._raw = marker
         self._tag = ""
-        self._state = self._in_name if marker == _FUNCTION else self._before_function
+        self._state = self._in_name if marker == self.markers[1] else self._before_function
 
     def _before_function(self, char: str) -> None:
         self._raw += char
         if not self._tag and char.isspace():
             return
         self._tag += char
-        if self._tag == _FUNCTION:
+        if self._tag == self.markers[1]:
             self._tag = ""
             self._state = self._in_name
-        elif not _FUNCTION.startswith(self._tag):
+        elif not self.markers[1].startswith(self._tag):
             self._back_to_content(self._raw)
 
     def _in_name(self, char: str) -> None:
         self._raw += char
         if char == ">":
-            self._function, self._tag = self._tag.strip(), ""
+            self._function, self._tag = self._named(self._tag), ""
             self._num_arguments = 0
             self._begin_call(self._function)
             self._state = self._between
@@ -61,22 +66,23 @@ class QwenXmlParser(ToolParser):
         if not self._tag and char.isspace():
             return
         self._tag += char
-        if self._tag == _PARAMETER:
+        tags = (self.parameter, self.end_function, self.closing)
+        if self._tag == self.parameter:
             self._tag = ""
             self._state = self._in_key
-        elif self._tag in (_END_FUNCTION, _END_CALL):
-            is_end = self._tag == _END_CALL
+        elif self._tag in tags:
+            is_end = self._tag == self.closing
             self._close_call()
             if is_end:
                 self._back_to_content()
-        elif not any(tag.startswith(self._tag) for tag in (_PARAMETER, _END_FUNCTION, _END_CALL)):
+        elif not any(tag.startswith(self._tag) for tag in tags):
             self._leave_call()
 
     def _in_key(self, char: str) -> None:
         if char != ">":
             self._tag += char
             return
-        name, self._tag, self._raw = self._tag.strip(), "", ""
+        name, self._tag, self._raw = self._named(self._tag), "", ""
         self._kinds = _kinds_of(self.schemas.get(self._function, True), name)
         opening = ", " if self._num_arguments else "{"
         self._opening = f"{opening}{json.dumps(name, ensure_ascii=False)}: "
@@ -85,15 +91,15 @@ class QwenXmlParser(ToolParser):
             self._state = self._in_value
             return
         self._add_arguments(f'{self._opening}"')
-        self._closing = _END_PARAMETER
+        self._closing = END_PARAMETER
         self._is_first = self._is_leading = True
         self._state = self._in_text
 
     def _in_value(self, char: str) -> None:
         self._raw += char
-        if char != ">" or not self._raw.endswith(_END_PARAMETER):
+        if char != ">" or not self._raw.endswith(END_PARAMETER):
             return
-        value = self._raw.removesuffix(_END_PARAMETER)
+        value = self._raw.removesuffix(END_PARAMETER)
         if value.startswith("\n"):  # a value on lines of its own ends on one: in JSON none can
             if value == "\n":
                 value = ""
@@ -107,7 +113,7 @@ class QwenXmlParser(ToolParser):
     def _in_text(self, char: str) -> None:
         """In a value that is a text: what may be its closing tag is held back."""
         if self._is_first and char == "\n":  # it stands on lines of its own
-            self._closing = f"\n{_END_PARAMETER}"
+            self._closing = f"\n{END_PARAMETER}"
         self._raw += char
         if self._raw == self._closing:
             self._raw = ""
@@ -131,12 +137,13 @@ class QwenXmlParser(ToolParser):
         if not self._tag and char.isspace():
             return
         self._tag += char
-        if self._tag == _END_CALL:
+        function = self.markers[1]
+        if self._tag == self.closing:
             self._back_to_content()
-        elif self._tag == _FUNCTION:
-            self._raw, self._tag = _FUNCTION, ""
+        elif self._tag == function:
+            self._raw, self._tag = function, ""
             self._state = self._in_name
-        elif not any(tag.startswith(self._tag) for tag in (_END_CALL, _FUNCTION)):
+        elif not any(tag.startswith(self._tag) for tag in (self.closing, function)):
             self._read_again()
 
     def _leave_call(self) -> None:
@@ -153,6 +160,27 @@ class QwenXmlParser(ToolParser):
     def _end(self) -> None:
         if self._state in (self._before_function, self._in_name):
             self._emit_content(self._raw)
+
+    def _named(self, text: str) -> str:
+        """The name in a tag."""
+        return text.strip()
+
+
+class SeedParser(QwenXmlParser):
+    markers = ("<seed:tool_call>", "<function=")
+    closing = "</seed:tool_call>"
+
+
+class MiniMaxParser(QwenXmlParser):
+    """``<invoke name="f"><parameter name="city">Rome</parameter></invoke>``, any number of them."""
+
+    markers = ("<minimax:tool_call>", "<invoke name=")
+    closing = "</minimax:tool_call>"
+    end_function = "</invoke>"
+    parameter = "<parameter name="
+
+    def _named(self, text: str) -> str:
+        return text.strip().removeprefix('"').removesuffix('"')
 
 
 def _as_json(text: str, kinds: frozenset[str] | None) -> str:

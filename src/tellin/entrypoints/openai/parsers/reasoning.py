@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tellin.entrypoints.openai.parsers.events import ParsedDelta
 from tellin.entrypoints.openai.parsers.text_scanner import MarkerScanner
@@ -11,6 +11,27 @@ OPENING = "<think>"
 CLOSING = "</think>"
 GEMMA_MARKS = "<|channel>thought", "<channel|>"
 """Of Gemma 4. Where it shall not think, the prompt ends with both of them."""
+_MISTRAL = "[THINK]", "[/THINK]"
+_SEED = "<seed:think>", "</seed:think>"
+_COHERE = "<|START_THINKING|>", "<|END_THINKING|>"
+_APERTUS = "<|inner_prefix|>", "<|inner_suffix|>"
+THOUGHT_MARKS = ((OPENING, CLOSING), GEMMA_MARKS, _MISTRAL, _SEED, _COHERE, _APERTUS)
+"""Marks around thoughts; all but the first are tokens."""
+_ANSWER = "<answer>", "</answer>"
+_COHERE_RESPONSE = "<|START_RESPONSE|>", "<|END_RESPONSE|>"
+ANSWER_MARKS = (_ANSWER, _COHERE_RESPONSE)
+"""Around what Hunyuan and Cohere say once they have thought."""
+REASONING_PARSERS: Mapping[str, tuple[tuple[str, str], tuple[str, str] | None]] = {
+    "think": ((OPENING, CLOSING), None),
+    "apertus": (_APERTUS, None),
+    "cohere": (_COHERE, _COHERE_RESPONSE),
+    "ernie45": ((OPENING, CLOSING), ("<response>", "</response>")),
+    "hunyuan_a13b": ((OPENING, CLOSING), _ANSWER),
+    "minimax_m2": ((OPENING, CLOSING), None),
+    "mistral": (_MISTRAL, None),
+    "seed_oss": (_SEED, None),
+}
+"""By name, marks around thoughts and those around answers, where there are any."""
 
 
 class ThinkParser:

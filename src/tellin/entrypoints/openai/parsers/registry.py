@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from tellin.entrypoints.openai.parsers.apertus import ApertusParser
 from tellin.entrypoints.openai.parsers.base import ToolParser
 from tellin.entrypoints.openai.parsers.gemma import GemmaParser
 from tellin.entrypoints.openai.parsers.json_calls import (
+    CohereParser,
     HermesParser,
+    HunyuanParser,
     Llama3JsonParser,
     MistralParser,
     NemotronParser,
 )
 from tellin.entrypoints.openai.parsers.pythonic import Lfm2Parser, PythonicParser
-from tellin.entrypoints.openai.parsers.qwen_xml import QwenXmlParser
-from tellin.entrypoints.openai.parsers.reasoning import CLOSING, GEMMA_MARKS, OPENING
+from tellin.entrypoints.openai.parsers.qwen_xml import MiniMaxParser, QwenXmlParser, SeedParser
+from tellin.entrypoints.openai.parsers.reasoning import (
+    ANSWER_MARKS,
+    CLOSING,
+    OPENING,
+    THOUGHT_MARKS,
+)
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "hermes": HermesParser,
@@ -24,9 +32,20 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
     "nemotron_json": NemotronParser,
     "qwen3_coder": QwenXmlParser,
     "qwen3_xml": QwenXmlParser,
+    "apertus": ApertusParser,
+    "cohere": CohereParser,
+    "ernie45": HermesParser,
+    "hunyuan_a13b": HunyuanParser,
+    "minimax_m2": MiniMaxParser,
+    "seed_oss": SeedParser,
 }
 
 _SIGNS = (
+    ("<seed:tool_call>", "seed_oss"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<tool_calls>", "hunyuan_a13b"),
+    ("<|START_ACTION|>", "cohere"),
+    ("<|tools_prefix|>", "apertus"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
@@ -57,9 +76,16 @@ def thought_marks(chat_template: str) -> tuple[str, str] | None:
     """What a template's model writes around its thoughts; None if it writes none down."""
     if OPENING in chat_template or CLOSING in chat_template:
         return OPENING, CLOSING
-    opening, closing = GEMMA_MARKS
-    is_gemma = opening in chat_template and closing in chat_template
-    return GEMMA_MARKS if is_gemma else None
+    return _both_in(chat_template, THOUGHT_MARKS)
+
+
+def answer_marks(chat_template: str) -> tuple[str, str] | None:
+    """What a template's model writes around its answer; None if it writes nothing so."""
+    return _both_in(chat_template, ANSWER_MARKS)
+
+
+def _both_in(chat_template: str, pairs: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:
+    return next((pair for pair in pairs if all(mark in chat_template for mark in pair)), None)
 
 
 def template_is_harmony(chat_template: str) -> bool:
