@@ -190,9 +190,7 @@ def _random(name: str, seed: str, shapes: Shapes) -> Arrays:
 
 
 def _layer_shapes(name: str, is_dense: bool) -> Shapes:
-    shapes: Shapes = {
-        f"{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")
-    }
+    shapes: Shapes = {f"{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")}
     if name in QWEN:
         has_experts = name != "qwen35"
         mlp = gated_delta.expert_shapes(name) if has_experts else _mlp("mlp", INNER)

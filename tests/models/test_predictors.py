@@ -175,6 +175,6 @@ def test_families_that_do_not_run_are_named(tmp_path: Path) -> None:
     (path / "config.json").write_text(json.dumps(config("mimo") | {"model_type": "qwen3"}))
     with (
         open_predictor(path) as source,
-        pytest.raises(UnsupportedModelError, match="'qwen3'.*supported are those of deepseek2"),
+        pytest.raises(UnsupportedModelError, match=r"'qwen3'.*supported are those of deepseek2"),
     ):
         build_predictor(source)

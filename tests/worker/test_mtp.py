@@ -1,4 +1,4 @@
-"""Drafts of a model's own layer: what they are, that they change nothing, that they can be right."""
+"""Drafts of a model's own layer: what they are, that no result changes, that they can be right."""
 
 from __future__ import annotations
 
@@ -43,9 +43,12 @@ def some_requests(seed: int, count: int) -> tuple[list[dict[str, Any]], list[Sam
         extra = rng.choice([{}, {"logprobs": 2}, {"prompt_logprobs": 1}, {"presence_penalty": 0.5}])
         params.append(
             SamplingParams(
-                temperature=rng.choice([0, 0.3, 0.9]), seed=i, max_tokens=rng.randrange(2, 30),
-                ignore_eos=rng.random() < 0.5, **extra,
-            )  # fmt: skip
+                temperature=rng.choice([0, 0.3, 0.9]),
+                seed=i,
+                max_tokens=rng.randrange(2, 30),
+                ignore_eos=rng.random() < 0.5,
+                **extra,
+            )
         )
     return prompts, params
 
@@ -139,7 +142,7 @@ def watched(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_drafts_are_those_of_the_whole_text(
     name: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks, rejected drafts, preemption, prompts' log-probabilities: the same drafts, bit for bit.
+    """Chunks, rejected drafts, preemption, prompts' log-probabilities: the same drafts, bitwise.
 
     With a prefix cache nearly always: a shared block's last position may have seen another id.
     """
@@ -168,9 +171,7 @@ def test_a_prompt_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert all(seen)
 
 
-def test_log_probabilities_of_long_prompts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probabilities_of_long_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of their own for the logits of prompts show the layer their rows as well."""
     path = write_checkpoint(tmp_path / "m", "qwen35")
     monkeypatch.setattr("tellin.worker.model_runner._PROMPT_LOGITS_BYTES", 4 * VOCAB * 16)
@@ -203,7 +204,7 @@ def test_what_does_not_go_together(tmp_path: Path) -> None:
         engine(path, mtp(2, model="other"))
     with pytest.raises(TellinError, match="method='mtp' does not go with enable_prompt_embeds"):
         engine(path, mtp(2), enable_prompt_embeds=True)
-    with pytest.raises(TellinError, match="has no layer that predicts further tokens.*'ngram'"):
+    with pytest.raises(TellinError, match=r"has no layer that predicts further tokens.*'ngram'"):
         engine(_without_layer(path), mtp(2))
 
 

@@ -48,7 +48,7 @@ _SHARED = re.compile(r"(embed_tokens|lm_head)\.")
 
 
 def is_predictor_hf_name(name: str) -> bool:
-    """Whether a checkpoint's tensor belongs to such a layer, of those that have names of their own."""
+    """Whether a checkpoint's tensor is of such a layer, where those have names of their own."""
     return _HF_NAMES.match(name) is not None or _HF_QWEN.match(name) is not None
 
 

@@ -556,7 +556,6 @@ class ModelRunner:
         }
         output.draft_time_s = time.perf_counter() - started
 
-
     def _follow(self, slots: Int32Array, step: StepBatch) -> None:
         """Show a drafter that wants them the hidden states of the pass that has just run."""
         if self.drafter is not None and self.drafter.needs_hidden and len(slots):
