@@ -108,6 +108,10 @@ class BoundProgram {
     const TensorView tensor{static_cast<QuantType>(type), nullptr, 0, rows, columns};
     return program.add_weight(tensor, act_precision_named(precision));
   }
+  int share_weight(BoundProgram& owner, int id) {
+    const std::lock_guard<std::mutex> lock(owner.mutex);
+    return program.share_weight(owner.program, id);
+  }
   void pack_rows(int id, int64_t begin, int type, const Bytes& data, int64_t rows, int64_t columns) {
     const TensorView source = tensor_view(type, data, rows, columns);
     const nb::gil_scoped_release release;
@@ -322,6 +326,7 @@ void bind_runtime(nb::module_& m) {
            "precision"_a)
       .def("add_row_weight", &BoundProgram::add_row_weight, "quant_type"_a, "rows"_a, "columns"_a,
            "precision"_a)
+      .def("share_weight", &BoundProgram::share_weight, "owner"_a, "weight"_a)
       .def("add_vector", &BoundProgram::add_vector, "quant_type"_a, "data"_a, "rows"_a, "columns"_a,
            "offset"_a)
       .def(

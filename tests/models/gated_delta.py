@@ -242,11 +242,16 @@ def write_tiny_gguf(
     extra = f"blk.{LAYERS}.nextn.eh_proj.weight"
     named[extra] = np.ones((HIDDEN, 2 * HIDDEN), np.float32)
     if quant_type is not None:
-        for key, values in named.items():
-            if isinstance(values, np.ndarray) and values.ndim > 1 and "conv1d" not in key:
-                packed = np.ascontiguousarray(gguf.quants.quantize(values, quant_type))
-                named[key] = RawTensor(values.shape, int(quant_type), packed.tobytes())
+        quantise(named, quant_type)
     return write_gguf(path, gguf_metadata(name), named)
+
+
+def quantise(named: dict[str, Any], quant_type: gguf.GGMLQuantizationType) -> None:
+    """Replace the matrices of a file."""
+    for key, values in named.items():
+        if isinstance(values, np.ndarray) and values.ndim > 1 and "conv1d" not in key:
+            packed = np.ascontiguousarray(gguf.quants.quantize(values, quant_type))
+            named[key] = RawTensor(values.shape, int(quant_type), packed.tobytes())
 
 
 def gguf_tensors(name: str, arrays: Arrays) -> dict[str, np.ndarray | RawTensor]:

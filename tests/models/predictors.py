@@ -11,6 +11,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 
 from tests.loading.gguf_writer import write_gguf
@@ -129,10 +130,10 @@ def write_checkpoint(
     layer = layer_arrays(name) if layer is None else layer
     inputs = input_arrays(name) if inputs is None else inputs
     arrays = arrays | predictor_arrays(layer, inputs, name)
-    if name not in (*QWEN, "mimo"):  # as published: copies of the model's
+    if name not in (*QWEN, "mimo"):  # as published, where they are copies; nobody reads them
         last = f"model.layers.{LAYERS}"
-        arrays[f"{last}.embed_tokens.weight"] = arrays["model.embed_tokens.weight"]
-        arrays[f"{last}.shared_head.head.weight"] = arrays["lm_head.weight"]
+        arrays[f"{last}.embed_tokens.weight"] = np.zeros((VOCAB, HIDDEN), np.float32)
+        arrays[f"{last}.shared_head.head.weight"] = np.zeros((VOCAB, HIDDEN), np.float32)
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(name)))
     (folder / "model.safetensors").write_bytes(pack_safetensors(arrays))
@@ -160,7 +161,9 @@ def agreeing_checkpoint(folder: Path, name: str) -> Path:
     return write_checkpoint(folder, name, own=own, layer=layer, inputs=inputs)
 
 
-def write_tiny_gguf(path: Path, name: str) -> Path:
+def write_tiny_gguf(
+    path: Path, name: str, quant_type: gguf.GGMLQuantizationType | None = None
+) -> Path:
     """A case of Qwen as the reference converter makes it, the predicting layer included."""
     tensors: dict[str, Any] = gated_delta.gguf_tensors(name, gated_delta.checkpoint_arrays(name))
     layer = gated_delta.converted_layer(layer_arrays(name), name)
@@ -171,6 +174,8 @@ def write_tiny_gguf(path: Path, name: str) -> Path:
     for key, values in inputs.items():
         part = "shared_head_norm" if key == "norm" else key
         tensors[f"{prefix}.nextn.{part}.weight"] = values + 1
+    if quant_type is not None:
+        gated_delta.quantise(tensors, quant_type)
     return write_gguf(path, gated_delta.gguf_metadata(name), tensors)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
@@ -120,6 +121,31 @@ def test_promise_1(name: str, tmp_path: Path) -> None:
             wanted = [] if a == 0 else list(range(b - a))
             pieces.append(rows(predictor, a, IDS[a + 1 : b + 1], hidden[a:b], wanted))
         np.testing.assert_array_equal(np.concatenate(pieces), whole[5:], err_msg=isa)
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
+def test_the_output_matrix_is_packed_once(precision: str, tmp_path: Path) -> None:
+    """The layer uses the model's, which outlives the model; the same bits as with its own."""
+    path = write_tiny_gguf(tmp_path / "m.gguf", "qwen35", gguf.GGMLQuantizationType.Q8_0)
+    make = native(None, precision)
+    target, predictor = open_both(path, make)
+    with open_predictor(path) as source:
+        plan = build_predictor(source)
+    shared = NativeBackend(
+        plan, num_threads=2, activation_precision=precision, kv_cache_dtype="float32",
+        weights_of=target,
+    )  # fmt: skip
+    shared.init_kv_cache(6)
+    logits_of(target, IDS)
+    hidden, wanted = np.array(target.hidden()[:COUNT]), list(range(COUNT))
+    expected = rows(predictor, 0, IDS[1:], hidden, wanted)
+    target.close()
+    del target
+    np.testing.assert_array_equal(rows(shared, 0, IDS[1:], hidden, wanted), expected)
+    saved = predictor.info["weight_bytes"] - shared.info["weight_bytes"]
+    assert saved >= gated_delta.VOCAB * 64
+    with pytest.raises(ValueError, match="weights are shared by programs of the same instruction"):
+        NativeBackend(plan, isa="portable", weights_of=predictor)
 
 
 def test_hidden_states_of_a_long_step(tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ class Program {
   // `precision` of the activations that meet a quantised weight; float weights always meet float32. A tensor
   // without data: its rows come by pack_rows().
   int add_weight(const TensorView& tensor, ActPrecision precision);
+  // A weight that another program of the same instruction set has packed; its memory lives as long as either.
+  int share_weight(const Program& owner, int weight);
   int add_vector(const TensorView& tensor, float offset);  // float32 copy of a norm weight or bias
   int add_kv_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim);
   int add_state_layer(int64_t num_values);
@@ -226,7 +228,7 @@ class Program {
 
   const char* isa() const;
   int num_threads() const { return team_.num_threads(); }
-  size_t weight_bytes() const { return arena_.size(); }
+  size_t weight_bytes() const { return arena_->size(); }  // without those that are shared
   double last_forward_s() const { return last_forward_s_; }
   ThreadTeam& team() { return team_; }
 
@@ -266,7 +268,8 @@ class Program {
   KvPool pool_;
   StatePool states_;
   std::vector<std::unique_ptr<Weight>> weights_;
-  MappedMemory arena_;
+  std::shared_ptr<MappedMemory> arena_ = std::make_shared<MappedMemory>();
+  std::vector<std::shared_ptr<MappedMemory>> shared_arenas_;
   std::unique_ptr<State> state_;
   int output_ = -1;
   int hidden_ = -1;

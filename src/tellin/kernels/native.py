@@ -24,7 +24,7 @@ from tellin.exceptions import (
 from tellin.kernels import _C
 from tellin.kernels.adapters import smallest_tensor
 from tellin.kernels.batch import StepBatch
-from tellin.kernels.compiler import Compiler
+from tellin.kernels.compiler import Compiler, PackedWeights
 from tellin.kernels.cpu import ThreadChoice, default_num_threads
 from tellin.models.plan import ir
 
@@ -71,6 +71,7 @@ class NativeBackend:
         kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32``, ``int8`` or ``int16``, codes
             of 13 bits that are multiplied as integers: faster with long prompts.
         block_size: tokens per cache block, a multiple of 16.
+        weights_of: a backend of the same files: its packed weights are used where names are equal.
 
     Raises:
         InvalidParameterError: an argument has a bad value.
@@ -88,6 +89,7 @@ class NativeBackend:
         activation_precision: str = "default",
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
+        weights_of: NativeBackend | None = None,
     ) -> None:
         precision = resolve_activation_precision(activation_precision)
         _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_DTYPES))
@@ -109,7 +111,10 @@ class NativeBackend:
             raise InvalidParameterError(str(error)) from None
         logger.info("%d kernel threads: %s; %s", choice.num_threads, choice.reason, program.isa)
         self._program: _C.Program | None = program
-        compiler = Compiler(program, plan, precision)
+        shared = None
+        if weights_of is not None:
+            shared = PackedWeights(weights_of._live(), weights_of._weight_ids)
+        compiler = Compiler(program, plan, precision, shared)
         try:
             compiler.run()
         except MemoryError as error:
@@ -119,6 +124,7 @@ class NativeBackend:
         self.stage_parts: dict[int, int] = compiler.stage_parts
         """Stages that belong to an operation but are not its stage in ``op_stages``, and that."""
         self._lora_sites = compiler.lora_sites
+        self._weight_ids = compiler.ids
         self.info: dict[str, Any] = {
             "backend": "native",
             "isa": program.isa,

@@ -2,9 +2,9 @@
 
 It follows the model's own layers: its canonical name is ``layers.{num_hidden_layers}``, and beside
 what a layer of its family has it holds ``enorm`` (norm of a token's embedding), ``hnorm`` (norm of
-the hidden state before it), ``eh_proj`` (which makes one row of both), ``shared_head.norm`` and,
-where it does not use the model's, ``embed_tokens`` and ``shared_head.head``. Of several such layers
-the first is read. A model is opened without them; whoever wants them opens it once more.
+the hidden state before it), ``eh_proj`` (which makes one row of both), ``shared_head.norm`` and
+perhaps copies of the model's ``embed_tokens`` and ``shared_head.head``. Of several such layers the
+first is read. A model is opened without them; whoever wants them opens it once more.
 
 Source: DeepSeek-AI 2024 (DeepSeek-V3), section 2.2; names are those of published checkpoints.
 """

@@ -2,8 +2,9 @@
 
 Row t is given the model's hidden state of position t and the id of position t + 1; its logits are
 those of position t + 2. Both come under a norm, one row is made of them, and a layer of the model's
-kind follows, with a cache of its own. To predict another token it is given its own hidden state:
-that is the plan's ``hidden``. What differs by family: where the norm stands in relation to it, and
+kind follows, with a cache of its own. Embedding and output matrix are the model's: some files hold
+copies of them for the layer. To predict another token it is given its own hidden state, which is
+the plan's ``hidden``. What differs by family: where the norm stands in relation to it, and
 which of the two halves comes first.
 
 Source: DeepSeek-AI 2024 (DeepSeek-V3), section 2.2; Xiaomi 2025 (MiMo), section 2.2.
@@ -15,7 +16,7 @@ from collections.abc import Callable
 
 from tellin.exceptions import UnsupportedModelError
 from tellin.models import deepseek2, glm4moe, qwen2, qwen3next
-from tellin.models.parts import vocab_linear
+from tellin.models.parts import UNUSED, embed_tokens, vocab_linear
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan, RotaryTable
 from tellin.models.rotary import rotary_table
@@ -41,9 +42,8 @@ def record(b: PlanBuilder) -> Plan:
         )
     name = f"layers.{hp.num_hidden_layers}"
     given = b.input(hp.hidden_size)  # before the table: given rows belong to it
-    table = own_or_shared(b, f"{name}.embed_tokens", "embed_tokens")
     halves = [
-        b.rms_norm(b.embed(table, scale=hp.embedding_scale), f"{name}.enorm"),
+        b.rms_norm(embed_tokens(b), f"{name}.enorm"),
         b.rms_norm(given, f"{name}.hnorm"),
     ]
     if hp.architecture in _HIDDEN_FIRST:
@@ -52,13 +52,7 @@ def record(b: PlanBuilder) -> Plan:
     x = _LAYERS[hp.architecture](b, x, name, rotary_table(hp, b.max_model_len))
     x = b.gather_rows(x)
     normed = b.rms_norm(x, f"{name}.shared_head.norm")
-    head = "embed_tokens" if hp.tie_word_embeddings else "lm_head"
-    logits = vocab_linear(b, normed, own_or_shared(b, f"{name}.shared_head.head", head))
-    b.leave_out("embed_tokens.weight", "lm_head.weight")
+    logits = vocab_linear(b, normed, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
     hidden = x if hp.architecture in _HIDDEN_BEFORE_NORM else normed
-    return b.finish(logits, hidden)
-
-
-def own_or_shared(b: PlanBuilder, own: str, shared: str) -> str:
-    """The layer's own matrix where it has one, else the model's."""
-    return own if b.has(f"{own}.weight") else shared
+    copies = (f"{name}.embed_tokens.", f"{name}.shared_head.head.")
+    return b.finish(logits, hidden, ignore=(*UNUSED, *copies))

@@ -76,7 +76,7 @@ class BackendDrafter(Drafter):
         if backend is not None:
             backend.close()
 
-    def reopen(self) -> None:
+    def reopen(self, target: Backend) -> None:
         if self._backend is None:
             self._backend = self._open()
 

@@ -81,7 +81,7 @@ class ModelRunner:
         self.processors = LogitsProcessors(config, self.sampler)
         self.thinking = ThinkingBudgets(config.reasoning_config, self.num_ids, model.logprobs_mode)
         self.batch = InputBatch(track_outputs=self.processors.engine_wide)
-        self.drafter = make_drafter(config, self.batch)
+        self.drafter = make_drafter(config, self.batch, backend)
         self.pooler = None
         if model.pooler_config is not None:
             self.pooler = Pooler(model.pooler_config, classifier, dense)
@@ -158,7 +158,7 @@ class ModelRunner:
         if self.lora is not None:
             self.lora.forget_slots()
         if self.drafter is not None:
-            self.drafter.reopen()
+            self.drafter.reopen(backend)
 
     def replace_backend(self, backend: Backend) -> None:
         """Go on with a wrapper of the backend, or without one: same weights, same pool."""

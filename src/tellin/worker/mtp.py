@@ -10,12 +10,14 @@ otherwise, which makes drafts worse by very little. A rejected draft's position 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tellin.kernels.batch import StepBatch
+from tellin.kernels.native import NativeBackend
 from tellin.worker.backends import backend_class, backend_options
 from tellin.worker.draft_model import BackendDrafter
 from tellin.worker.input_batch import InputBatch
@@ -30,11 +32,33 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class PredictorDrafter(BackendDrafter):
-    """Greedy drafts of the model's own layer; all after the first by its own hidden states."""
+    """Greedy drafts of the model's own layer; all after the first by its own hidden states.
+
+    Args:
+        target: the model's backend.
+        open_layer: makes the layer's, given the model's; the others: see `BackendDrafter`.
+    """
 
     needs_hidden = True
 
-    _rows: tuple[Int32Array, StepBatch, Float32Array] | None = None
+    def __init__(
+        self,
+        batch: InputBatch,
+        max_model_len: int,
+        target: Backend,
+        open_layer: Callable[[Backend], Backend],
+        num_ids: int,
+        block_size: int,
+    ) -> None:
+        self._target = target
+        super().__init__(
+            batch, max_model_len, lambda: open_layer(self._target), num_ids, block_size
+        )
+        self._rows: tuple[Int32Array, StepBatch, Float32Array] | None = None
+
+    def reopen(self, target: Backend) -> None:
+        self._target = target
+        super().reopen(target)
 
     def follow(self, slots: Int32Array, step: StepBatch, hidden: Float32Array) -> None:
         """The target has computed a step of these slots; `propose` reads it.
@@ -103,8 +127,10 @@ def _with_hidden(step: StepBatch, hidden: Float32Array) -> StepBatch:
     return dataclasses.replace(step, embeds=np.ascontiguousarray(hidden), embed_rows=rows)
 
 
-def make_predictor(config: EngineConfig, batch: InputBatch) -> PredictorDrafter:
+def make_predictor(config: EngineConfig, batch: InputBatch, target: Backend) -> PredictorDrafter:
     """Open the layer of ``config.model_config`` that predicts further tokens.
+
+    It uses the model's embedding and output matrix as they are packed for ``target``.
 
     Raises:
         UnsupportedFeatureError: the model has none.
@@ -114,11 +140,14 @@ def make_predictor(config: EngineConfig, batch: InputBatch) -> PredictorDrafter:
 
     model = config.model_config
 
-    def open_layer() -> Backend:
+    def open_layer(target: Backend) -> Backend:
+        options = backend_options(config)
+        if isinstance(target, NativeBackend):
+            options["weights_of"] = target
         source = loading.open_predictor(model.path)
         try:
             plan = models.build_predictor(source, max_model_len=model.max_model_len)
-            backend: Backend = backend_class(model.backend)(plan, **backend_options(config))
+            backend: Backend = backend_class(model.backend)(plan, **options)
         finally:
             source.release_pages()
         return backend
@@ -126,6 +155,7 @@ def make_predictor(config: EngineConfig, batch: InputBatch) -> PredictorDrafter:
     return PredictorDrafter(
         batch,
         config.scheduler_config.max_model_len,
+        target,
         open_layer,
         min(model.tokenizer_size or model.vocab_size, model.vocab_size),
         config.cache_config.block_size,

@@ -21,6 +21,7 @@ from tellin.worker.input_batch import InputBatch, RequestState
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
+    from tellin.worker.backends import Backend
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -73,8 +74,8 @@ class Drafter(ABC):
         """Give all memory back."""
         return
 
-    def reopen(self) -> None:
-        """Undo `release`, pool excepted."""
+    def reopen(self, target: Backend) -> None:
+        """Undo `release`, pool excepted; the target's backend is a new one."""
         return
 
 
@@ -130,7 +131,7 @@ class SuffixTreeDrafter(Drafter):
         self._suffixes.add_finished(batch.token_ids[slot, start:end])
 
 
-def make_drafter(config: EngineConfig, batch: InputBatch) -> Drafter | None:
+def make_drafter(config: EngineConfig, batch: InputBatch, target: Backend) -> Drafter | None:
     """Drafter for ``config.speculative_config``; None if there is none.
 
     Raises:
@@ -163,7 +164,7 @@ def make_drafter(config: EngineConfig, batch: InputBatch) -> Drafter | None:
     if spec.method == "mtp":
         from tellin.worker.mtp import make_predictor
 
-        return make_predictor(config, batch)
+        return make_predictor(config, batch, target)
     raise InvalidParameterError(
         f"speculative_config.method must be ngram, suffix, draft_model or mtp, got {spec.method!r}",
         parameter="speculative_config",
