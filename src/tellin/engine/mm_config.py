@@ -46,10 +46,10 @@ def multimodal_config(
     processor = load_image_processor(model.path, mmproj, options)
     if processor is None:
         return None
-    if speculation is not None and speculation.has_weights:
+    if speculation is not None and speculation.method == "draft_model":
         raise UnsupportedFeatureError(
-            f"speculative_config.method={speculation.method!r} does not go with images, which "
-            "cannot be seen there; use 'ngram' or 'suffix', or set limit_mm_per_prompt={'image': 0}"
+            "speculative_config.method='draft_model' does not go with images, which the draft "
+            "model cannot see; use 'ngram' or 'suffix', or set limit_mm_per_prompt={'image': 0}"
         )
     most = processor.max_tokens_per_image
     return MultiModalConfig(

@@ -124,7 +124,7 @@ class NativeBackend:
         self.stage_parts: dict[int, int] = compiler.stage_parts
         """Stages that belong to an operation but are not its stage in ``op_stages``, and that."""
         self._lora_sites = compiler.lora_sites
-        self._weight_ids = compiler.ids
+        self._weight_ids: dict[str, int] = compiler.ids
         self.info: dict[str, Any] = {
             "backend": "native",
             "isa": program.isa,

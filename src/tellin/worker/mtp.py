@@ -4,7 +4,8 @@ The layer reads the target's hidden state of a position together with the next i
 the step that computes the position, all positions alike: what it holds follows the target's cache
 block by block, and a prefix that is found there is found here. At position p it has been given the
 id of p + 1: of a block that requests share, the last position may stem from a text that went on
-otherwise, which makes drafts worse by very little. A rejected draft's position is computed again.
+otherwise, which makes drafts worse by very little. Of a picture it sees what the model has made of
+it, and its placeholders as ids. A rejected draft's position is computed again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tellin.kernels.native import NativeBackend
 from tellin.worker.backends import backend_class, backend_options
 from tellin.worker.draft_model import BackendDrafter
 from tellin.worker.input_batch import InputBatch
+from tellin.worker.rope_positions import with_rope
 from tellin.worker.step_inputs import build_step
 
 if TYPE_CHECKING:
@@ -89,7 +91,10 @@ class PredictorDrafter(BackendDrafter):
                 return drafts
             hidden = self._live().hidden()[alive]
             rows, slots, known, ids = rows[alive], slots[alive], known[alive], ids[alive]
-            single = self._single(slots, known + (step - 2), ids)
+            positions = known + (step - 2)
+            single = self._single(slots, positions, ids)
+            states = [self.batch.states_by_slot[slot] for slot in slots.tolist()]
+            single = with_rope(single, states, positions, np.ones_like(positions))
             ids = self._argmax(self._live().forward(_with_hidden(single, hidden)))
 
     def _read(self, wanted: Int32Array) -> Float32Array:
@@ -103,9 +108,12 @@ class PredictorDrafter(BackendDrafter):
         starts = step.positions[step.query_start_loc[:-1]]
         counts = np.diff(step.query_start_loc)
         kept = np.minimum(counts, self.batch.num_tokens[slots] - 1 - starts)
+        rope = step.rope_positions
         if (kept < counts).any():
             within = np.arange(len(step.positions)) - np.repeat(step.query_start_loc[:-1], counts)
-            hidden = hidden[within < np.repeat(kept, counts)]
+            is_kept = within < np.repeat(kept, counts)
+            hidden = hidden[is_kept]
+            rope = None if rope is None else np.ascontiguousarray(rope[:, is_kept])
             some = kept > 0
             slots, starts, kept = slots[some], starts[some], kept[some]
         if len(slots) == 0:
@@ -117,7 +125,10 @@ class PredictorDrafter(BackendDrafter):
             self.batch, slots, starts + 1, kept.astype(np.int32), ends[wanted], self._block_size
         )
         own = dataclasses.replace(
-            following, positions=following.positions - 1, seq_lens=following.seq_lens - 1
+            following,
+            positions=following.positions - 1,
+            seq_lens=following.seq_lens - 1,
+            rope_positions=rope,
         )
         return self._live().forward(_with_hidden(own, hidden))
 
