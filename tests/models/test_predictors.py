@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model, open_predictor
 from tellin.models import build_plan, build_predictor
-from tests.models import gated_delta
+from tests.models import gated_delta, tiny, tiny_files
 from tests.models.predictors import (
     CASES,
     LAYERS,
@@ -101,6 +102,35 @@ def test_gguf_gives_the_same(name: str, tmp_path: Path) -> None:
         logits_of(target, IDS % vocab)
         found.append(rows(predictor, 0, IDS[1:] % vocab, target.hidden()[:COUNT], [3, COUNT - 1]))
     np.testing.assert_allclose(found[1], found[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite", "glm4moe"])
+def test_gguf_of_numbered_layers(name: str, tmp_path: Path) -> None:
+    """The layer after the last, and its ``nextn`` tensors, give what the same in memory gives."""
+    case, arrays = tiny.ALL_CASES[name], tiny.tiny_arrays(name)
+    random, hidden = np.random.RandomState(3), case.hidden_size
+    shapes = dict.fromkeys(("enorm", "hnorm", "shared_head.norm"), (hidden,))
+    own = {
+        key: random.standard_normal(shape).astype(np.float32) / 8
+        for key, shape in (shapes | {"eh_proj": (hidden, 2 * hidden)}).items()
+    }
+    files = {key.replace("shared_head.", "shared_head_"): values for key, values in own.items()}
+    path = tiny_files.write_tiny_gguf(tmp_path / "m.gguf", name, predictor=files)
+    last = f"layers.{case.num_hidden_layers - 1}"
+    kept = (last, "embed_tokens", "lm_head")
+    arrays = {key: values for key, values in arrays.items() if key.startswith(kept)}
+    arrays |= {f"{last}.{key}.weight": values for key, values in own.items()}
+    hparams = replace(case, num_hidden_layers=case.num_hidden_layers - 1)
+    with open_predictor(path) as source:
+        assert source.hparams.num_hidden_layers == hparams.num_hidden_layers
+        plans = [build_predictor(source), build_predictor(tiny.memory_source(hparams, arrays))]
+    given = random.standard_normal((COUNT, hidden)).astype(np.float32)
+    found = []
+    for plan in plans:
+        backend = ReferenceBackend(plan)
+        backend.init_kv_cache(6)
+        found.append(rows(backend, 0, IDS[1:], given, list(range(COUNT))))
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen35", "deepseek_v3", "glm4_moe", "mimo"])
