@@ -19,7 +19,7 @@ from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import open_model, open_predictor
 from tellin.models import build_plan, build_predictor
-from tests.models import gated_delta, tiny, tiny_files
+from tests.models import gated_delta, predictors, tiny, tiny_files
 from tests.models.predictors import (
     CASES,
     LAYERS,
@@ -29,6 +29,7 @@ from tests.models.predictors import (
     write_checkpoint,
     write_tiny_gguf,
 )
+from tests.models.quantised import SCHEMES, pack_tensors
 from tests.models.stepping import logits_of
 from tests.models.tiny import tiny_token_ids
 
@@ -151,6 +152,34 @@ def test_promise_1(name: str, tmp_path: Path) -> None:
             wanted = [] if a == 0 else list(range(b - a))
             pieces.append(rows(predictor, a, IDS[a + 1 : b + 1], hidden[a:b], wanted))
         np.testing.assert_array_equal(np.concatenate(pieces), whole[5:], err_msg=isa)
+
+
+@pytest.mark.parametrize("scheme", ["awq", "fp8_blocks"])
+def test_quantised_checkpoints(scheme: str, tmp_path: Path) -> None:
+    """The layer's matrices as they are, mixed rows too, compute as the meant weights."""
+    layer = predictors.layer_arrays("qwen3next")
+    meant, parts = dict(layer), dict[str, np.ndarray]()
+    for key, values in layer.items():
+        if values.ndim == 2 and len(values) % 16 == 0:
+            written, meant[key] = SCHEMES[scheme].write(values)
+            name = f"mtp.layers.0.{key}"
+            parts |= {name.replace(".weight", f".{kind}"): part for kind, part in written.items()}
+    plain = write_checkpoint(tmp_path / "plain", "qwen3next", layer=meant)
+    path = write_checkpoint(tmp_path / "quantised", "qwen3next", layer=meant)
+    arrays = predictors.own_arrays("qwen3next")
+    arrays |= predictors.predictor_arrays(layer, predictors.input_arrays("qwen3next"), "qwen3next")
+    layers = {part.rpartition(".")[0] for part in parts}
+    arrays = {key: a for key, a in arrays.items() if key.rpartition(".")[0] not in layers}
+    (path / "model.safetensors").write_bytes(pack_tensors(arrays | parts))
+    values = config("qwen3next") | {"quantization_config": SCHEMES[scheme].config}
+    (path / "config.json").write_text(json.dumps(values))
+    found = []
+    for folder in (plain, path):
+        target, predictor = open_both(folder, ReferenceBackend)
+        logits_of(target, IDS)
+        found.append(rows(predictor, 0, IDS[1:], target.hidden()[:COUNT], list(range(COUNT))))
+    tolerance = 1e-3 if SCHEMES[scheme].is_exact else 0.02
+    np.testing.assert_allclose(found[1], found[0], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed"])

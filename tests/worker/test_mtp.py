@@ -198,6 +198,20 @@ def test_adaptive_drafting_and_sleep(tmp_path: Path) -> None:
         assert [summary(output) for output in llm.generate(prompts, params)] == expected
 
 
+def test_an_engine_that_pools_too(tmp_path: Path) -> None:
+    """Vectors are those without drafts; where the layer wants other states it is refused."""
+    path, vectors = write_checkpoint(tmp_path / "m", "qwen35"), []
+    prompts, params = some_requests(4, 5)
+    for spec in (None, mtp(2)):
+        with engine(path, spec, runner="both", max_num_batched_tokens=32, max_num_seqs=8) as llm:
+            vectors.append([output.outputs.embedding for output in llm.embed(prompts)])
+            vectors[-1].append([summary(output) for output in llm.generate(prompts, params)])
+    assert vectors[0] == vectors[1]
+    path = write_checkpoint(tmp_path / "mimo", "mimo")
+    with pytest.raises(TellinError, match=r"'mtp' does not go with runner='both'"):
+        engine(path, mtp(2), runner="both")
+
+
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "m", "mimo")
     with pytest.raises(TellinError, match="needed by method 'draft_model' and by no other"):

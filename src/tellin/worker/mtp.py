@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from tellin.exceptions import UnsupportedFeatureError
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.native import NativeBackend
+from tellin.models.parts import DRAFTS_BEFORE_NORM
 from tellin.worker.backends import backend_class, backend_options
 from tellin.worker.draft_model import BackendDrafter
 from tellin.worker.input_batch import InputBatch
@@ -144,12 +146,17 @@ def make_predictor(config: EngineConfig, batch: InputBatch, target: Backend) -> 
     It uses the model's embedding and output matrix as they are packed for ``target``.
 
     Raises:
-        UnsupportedFeatureError: the model has none.
+        UnsupportedFeatureError: the model has none, or is to pool too and gives it other states.
         UnsupportedModelError, ModelLoadError: it does not run here, or is damaged.
     """
     from tellin import loading, models
 
     model = config.model_config
+    if model.pooler_config is not None and target.plan.architecture in DRAFTS_BEFORE_NORM:  # type: ignore[attr-defined]
+        raise UnsupportedFeatureError(
+            "speculative_config.method='mtp' does not go with runner='both' for this model: its "
+            "layer drafts from states before the last norm, and what is pooled comes after it"
+        )
 
     def open_layer(target: Backend) -> Backend:
         options = backend_options(config)
