@@ -80,8 +80,10 @@ KvDtype kv_dtype_named(const std::string& name) {
 // A program with the arrays it reads and a lock: several Python threads may call it.
 class BoundProgram {
  public:
-  BoundProgram(const std::string& isa, int num_threads, int64_t block_size, const std::string& kv_dtype)
-      : program({isa, num_threads, block_size, kv_dtype_named(kv_dtype)}) {}
+  BoundProgram(const std::string& isa, int num_threads, int64_t block_size, const std::string& kv_dtype,
+               const BoundProgram* team_of)
+      : program({isa, num_threads, block_size, kv_dtype_named(kv_dtype),
+                 team_of == nullptr ? nullptr : &team_of->program}) {}
 
   int add_weight(int type, const Bytes& data, int64_t rows, int64_t columns, const std::string& precision) {
     const int id = program.add_weight(tensor_view(type, data, rows, columns), act_precision_named(precision));
@@ -314,8 +316,8 @@ void bind_runtime(nb::module_& m) {
   m.def("available_memory", &available_memory, "root"_a);
 
   nb::class_<BoundProgram>(m, "Program", "A plan compiled for this machine (csrc/include/tellin/program.h).")
-      .def(nb::init<const std::string&, int, int64_t, const std::string&>(), "isa"_a, "num_threads"_a,
-           "block_size"_a, "kv_dtype"_a)
+      .def(nb::init<const std::string&, int, int64_t, const std::string&, const BoundProgram*>(), "isa"_a,
+           "num_threads"_a, "block_size"_a, "kv_dtype"_a, "team_of"_a.none() = nb::none())
       .def(
           "add_buffer",
           [](BoundProgram& p, int64_t width, bool logit_rows) {

@@ -95,7 +95,8 @@ void check_tensor(const TensorView& tensor) {
 }
 
 Program::Program(const Options& options)
-    : team_(options.num_threads),
+    : team_(options.team_of != nullptr ? options.team_of->team_
+                                       : std::make_shared<ThreadTeam>(options.num_threads)),
       pool_(options.block_size, options.kv_dtype),
       state_(std::make_unique<State>()) {
   const LinearKernels* linear = linear_kernels(options.isa.empty() ? nullptr : options.isa.c_str());
@@ -107,6 +108,8 @@ Program::Program(const Options& options)
           "isa '" + std::string(isa) + "' has no row kernels in this build");
   require(options.num_threads >= 1 && options.num_threads <= ThreadTeam::kMaxThreads,
           "num_threads must be between 1 and " + std::to_string(ThreadTeam::kMaxThreads));
+  require(options.num_threads == num_threads(),
+          "num_threads must be that of the program whose team is shared");
   state_->scratch = std::vector<AttentionScratch>(static_cast<size_t>(options.num_threads));
 }
 
@@ -284,7 +287,7 @@ void Program::pack_rows(Weight* target_weight, const TensorView& source, int64_t
   const int64_t last = (end + kGroupRows - 1) / kGroupRows - before;
   const int64_t step = std::max<int64_t>(1, kPackBytes / static_cast<int64_t>(packed.group_bytes));
   std::atomic<bool> finite{true};
-  team_.parallel_for((last - first + step - 1) / step, [&](int64_t task, int) {
+  team_->parallel_for((last - first + step - 1) / step, [&](int64_t task, int) {
     const int64_t g0 = first + task * step;
     const int64_t g1 = std::min(last, g0 + step);
     if (!is_finite(source, g0 * kGroupRows, std::min(source.rows, g1 * kGroupRows))) finite.store(false);

@@ -12,7 +12,12 @@ import gguf
 import numpy as np
 import pytest
 
-from tellin.exceptions import ModelLoadError, UnsupportedFeatureError, UnsupportedModelError
+from tellin.exceptions import (
+    InvalidParameterError,
+    ModelLoadError,
+    UnsupportedFeatureError,
+    UnsupportedModelError,
+)
 from tellin.kernels import _C
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.native import NativeBackend
@@ -192,7 +197,7 @@ def test_the_output_matrix_is_packed_once(precision: str, tmp_path: Path) -> Non
         plan = build_predictor(source)
     shared = NativeBackend(
         plan, num_threads=2, activation_precision=precision, kv_cache_dtype="float32",
-        weights_of=target,
+        beside=target,
     )  # fmt: skip
     shared.init_kv_cache(6)
     logits_of(target, IDS)
@@ -203,8 +208,11 @@ def test_the_output_matrix_is_packed_once(precision: str, tmp_path: Path) -> Non
     np.testing.assert_array_equal(rows(shared, 0, IDS[1:], hidden, wanted), expected)
     saved = predictor.info["weight_bytes"] - shared.info["weight_bytes"]
     assert saved >= gated_delta.VOCAB * 64
+    assert NativeBackend(plan, beside=predictor).info["num_threads"] == 2
+    with pytest.raises(InvalidParameterError, match="num_threads must be that of the program"):
+        NativeBackend(plan, num_threads=3, beside=predictor)
     with pytest.raises(ValueError, match="weights are shared by programs of the same instruction"):
-        NativeBackend(plan, isa="portable", weights_of=predictor)
+        NativeBackend(plan, num_threads=2, isa="portable", beside=predictor)
 
 
 def test_hidden_states_of_a_long_step(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class Program {
     int num_threads = 1;
     int64_t block_size = 16;
     KvDtype kv_dtype = KvDtype::kFloat16;
+    const Program* team_of = nullptr;  // whose threads run this one too, in turns; nullptr: it has its own
   };
   struct Part {
     int weight;
@@ -227,10 +228,10 @@ class Program {
   RowsView hidden() const { return view(hidden_); }
 
   const char* isa() const;
-  int num_threads() const { return team_.num_threads(); }
+  int num_threads() const { return team_->num_threads(); }
   size_t weight_bytes() const { return arena_->size(); }  // without those that are shared
   double last_forward_s() const { return last_forward_s_; }
-  ThreadTeam& team() { return team_; }
+  ThreadTeam& team() { return *team_; }
 
   void set_profile(bool enabled);
   // Seconds per kind of stage since profiling was switched on.
@@ -264,7 +265,7 @@ class Program {
   void find_state_rows(const StepInput& input, size_t num_passes);
   RowsView view(int buffer) const;
 
-  ThreadTeam team_;
+  std::shared_ptr<ThreadTeam> team_;
   KvPool pool_;
   StatePool states_;
   std::vector<std::unique_ptr<Weight>> weights_;

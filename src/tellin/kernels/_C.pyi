@@ -18,7 +18,14 @@ def available_memory(root: str) -> int: ...
 class Program:
     """A plan compiled for this machine (csrc/include/tellin/program.h)."""
 
-    def __init__(self, isa: str, num_threads: int, block_size: int, kv_dtype: str) -> None: ...
+    def __init__(
+        self,
+        isa: str,
+        num_threads: int,
+        block_size: int,
+        kv_dtype: str,
+        team_of: Program | None = None,
+    ) -> None: ...
     def add_buffer(self, width: int, logit_rows: bool) -> int: ...
     def add_weight(
         self, quant_type: int, data: NDArray[np.uint8], rows: int, columns: int, precision: str

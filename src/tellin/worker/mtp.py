@@ -143,7 +143,7 @@ def _with_hidden(step: StepBatch, hidden: Float32Array) -> StepBatch:
 def make_predictor(config: EngineConfig, batch: InputBatch, target: Backend) -> PredictorDrafter:
     """Open the layer of ``config.model_config`` that predicts further tokens.
 
-    It uses the model's embedding and output matrix as they are packed for ``target``.
+    It uses the threads of ``target``, and the output matrix as it is packed there.
 
     Raises:
         UnsupportedFeatureError: the model has none, or is to pool too and gives it other states.
@@ -161,7 +161,7 @@ def make_predictor(config: EngineConfig, batch: InputBatch, target: Backend) -> 
     def open_layer(target: Backend) -> Backend:
         options = backend_options(config)
         if isinstance(target, NativeBackend):
-            options["weights_of"] = target
+            options["beside"] = target
         source = loading.open_predictor(model.path)
         try:
             plan = models.build_predictor(source, max_model_len=model.max_model_len)
