@@ -24,7 +24,8 @@ EXPERTS, WIDTH = 8, 32
 Q_RANK, RANK, NOPE, ROPE, VALUE = 32, 32, 16, 8, 16
 QWEN = ("qwen35", "qwen35moe", "qwen3next")
 LATENT = ("deepseek_v3", "glm4_moe_lite")
-CASES = (*QWEN, *LATENT, "glm4_moe", "mimo")
+CASES = (*QWEN, *LATENT, "glm4_moe", "mimo", "ernie4_5_moe")
+ERNIE = "ernie4_5_moe"
 Arrays = dict[str, np.ndarray]
 Shapes = dict[str, tuple[int, ...]]
 
@@ -49,6 +50,15 @@ def config(name: str) -> dict[str, Any]:
     }
     if name == "mimo":
         return values | {"head_dim": HEAD_DIM, "attention_bias": True, "hidden_act": "silu"}
+    if name == "ernie4_5_moe":
+        return values | {
+            "head_dim": HEAD_DIM,
+            "moe_k": 2,
+            "moe_num_experts": EXPERTS,
+            "moe_intermediate_size": WIDTH,
+            "moe_num_shared_experts": 1,
+            "moe_layer_start_index": 1,
+        }
     values |= {
         "n_routed_experts": EXPERTS,
         "num_experts_per_tok": 3,
@@ -86,13 +96,14 @@ def own_arrays(name: str) -> Arrays:
 
 def layer_arrays(name: str) -> Arrays:
     """What the predicting layer has in common with others, by names within a layer."""
-    return _random(name, f"{name} predicts", _layer_shapes(name, is_dense=False))
+    return _random(name, f"{name} predicts", _layer_shapes(name, name == ERNIE))
 
 
 def input_arrays(name: str) -> Arrays:
-    """``enorm``, ``hnorm``, ``norm`` and ``eh_proj`` of it."""
+    """``enorm``, ``hnorm``, ``norm`` and ``eh_proj`` of it; ERNIE's norm is the model's."""
     shapes: Shapes = dict.fromkeys(("enorm", "hnorm", "norm"), (HIDDEN,))
-    return _random(name, f"{name} inputs", shapes | {"eh_proj": (HIDDEN, 2 * HIDDEN)})
+    made = _random(name, f"{name} inputs", shapes | {"eh_proj": (HIDDEN, 2 * HIDDEN)})
+    return made | {"norm": own_arrays(name)["model.norm.weight"]} if name == ERNIE else made
 
 
 def predictor_arrays(layer: Arrays, inputs: Arrays, name: str) -> Arrays:
@@ -109,12 +120,19 @@ def predictor_arrays(layer: Arrays, inputs: Arrays, name: str) -> Arrays:
         parts = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
         own = zip(("enorm", "hnorm", "eh_proj", "norm"), parts, strict=True)
         names = {key: f"{prefix}.{part}" for key, part in own}
+    elif name == ERNIE:
+        prefix = "model.mtp_block.0"
+        parts = ("mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")
+        names = {
+            key: f"model.{part}.0"
+            for key, part in zip(("enorm", "hnorm", "eh_proj"), parts, strict=True)
+        }
     else:
         prefix = f"model.layers.{LAYERS}"
         names = {key: f"{prefix}.{key}" for key in ("enorm", "hnorm", "eh_proj")}
         names["norm"] = f"{prefix}.shared_head.norm"
     arrays = {f"{prefix}.{part}": values for part, values in layer.items()}
-    return arrays | {f"{names[key]}.weight": values for key, values in inputs.items()}
+    return arrays | {f"{names[key]}.weight": a for key, a in inputs.items() if key in names}
 
 
 def write_checkpoint(
@@ -130,7 +148,7 @@ def write_checkpoint(
     layer = layer_arrays(name) if layer is None else layer
     inputs = input_arrays(name) if inputs is None else inputs
     arrays = arrays | predictor_arrays(layer, inputs, name)
-    if name not in (*QWEN, "mimo"):  # as published, where they are copies; nobody reads them
+    if name not in (*QWEN, "mimo", ERNIE):  # as published, where they are copies; nobody reads them
         last = f"model.layers.{LAYERS}"
         arrays[f"{last}.embed_tokens.weight"] = np.zeros((VOCAB, HIDDEN), np.float32)
         arrays[f"{last}.shared_head.head.weight"] = np.zeros((VOCAB, HIDDEN), np.float32)
@@ -200,22 +218,26 @@ def _layer_shapes(name: str, is_dense: bool) -> Shapes:
         has_experts = name != "qwen35"
         mlp = gated_delta.expert_shapes(name) if has_experts else _mlp("mlp", INNER)
         return shapes | gated_delta.attention_shapes(name) | mlp
-    shapes |= _latent_attention() if name in LATENT else _attention()
+    shapes |= _latent_attention() if name in LATENT else _attention(has_biases=name != ERNIE)
     if name == "mimo" or is_dense:
         return shapes | _mlp("mlp", INNER)
     shapes |= {"mlp.gate.weight": (EXPERTS, HIDDEN)}
-    shapes["mlp.gate.e_score_correction_bias"] = (EXPERTS,)
+    if name == ERNIE:
+        shapes["mlp.moe_statics.e_score_correction_bias"] = (1, EXPERTS)
+    else:
+        shapes["mlp.gate.e_score_correction_bias"] = (EXPERTS,)
     for e in range(EXPERTS):
         shapes |= _mlp(f"mlp.experts.{e}", WIDTH)
     return shapes | _mlp("mlp.shared_experts", WIDTH)
 
 
-def _attention() -> Shapes:
+def _attention(has_biases: bool) -> Shapes:
     rows = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM}
     shapes: Shapes = {"self_attn.o_proj.weight": (HIDDEN, HEADS * HEAD_DIM)}
     for part, count in rows.items():
         shapes[f"self_attn.{part}_proj.weight"] = (count, HIDDEN)
-        shapes[f"self_attn.{part}_proj.bias"] = (count,)
+        if has_biases:
+            shapes[f"self_attn.{part}_proj.bias"] = (count,)
     return shapes
 
 

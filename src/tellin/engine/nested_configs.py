@@ -23,6 +23,7 @@ DEFAULT_TREE_DEPTH = 24
 SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "mtp")
 _MTP_NAMES = (
     "deepseek_mtp",
+    "ernie_mtp",
     "glm4_moe_lite_mtp",
     "glm4_moe_mtp",
     "mimo_mtp",

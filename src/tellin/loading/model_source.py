@@ -164,7 +164,7 @@ def open_model(path: Path | str) -> ModelSource:
 def open_predictor(path: Path | str) -> ModelSource:
     """Open what of a model's files belongs to its layer that predicts one token more.
 
-    Its tensors are those of `tellin.loading.predictor`, and the model's embedding and head.
+    Its tensors are those of `tellin.loading.predictor`; the model's embedding, norm and head.
 
     Raises:
         UnsupportedFeatureError: the model has no such layer.

@@ -169,11 +169,8 @@ _HF_GEMMA4 = (
 _HF_PREFIX = re.compile(
     r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.|roberta\.)"
 )
-_HF_CONSTANT = re.compile(
-    r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z"
-    r"|(model\.)?mtp_(block|emb_norm|hidden_norm|linear_proj)\."
-)
-"""Constants that old checkpoints store, and ERNIE's layer that predicts a further token."""
+_HF_CONSTANT = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z")
+"""Constants that old checkpoints store."""
 _HF_VISION = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model|connector)\."
 )

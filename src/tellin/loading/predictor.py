@@ -33,6 +33,7 @@ _PARTS = re.compile(r"\.(nextn|eh_proj|enorm|hnorm|shared_head)\.")
 """Parts of the first of these layers that no other layer has."""
 _HF_NAMES = re.compile(r"(?:model\.)?(?:mtp\.layers|mtp_layers)\.(\d+)\.(.+)")
 _HF_QWEN = re.compile(r"(?:model\.)?mtp\.([^.]+)\.(.+)")
+_HF_ERNIE = re.compile(r"(?:model\.)?mtp_(block|emb_norm|hidden_norm|linear_proj)\.(\d+)\.(.+)")
 _HF_PARTS = {
     "fc": "eh_proj",
     "norm": "shared_head.norm",
@@ -42,14 +43,31 @@ _HF_PARTS = {
     "hidden_layernorm": "hnorm",
     "input_proj": "eh_proj",
     "token_layernorm": "enorm",
+    "emb_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "linear_proj": "eh_proj",
 }
-"""Qwen's names, and MiMo's."""
-_SHARED = re.compile(r"(embed_tokens|lm_head)\.")
+"""Qwen's names, MiMo's and ERNIE's."""
+_SHARED = re.compile(r"(embed_tokens|lm_head|norm)\.")
 
 
 def is_predictor_hf_name(name: str) -> bool:
     """Whether a checkpoint's tensor is of such a layer, where those have names of their own."""
-    return _HF_NAMES.match(name) is not None or _HF_QWEN.match(name) is not None
+    return _hf_place(name) is not None
+
+
+def _hf_place(name: str) -> tuple[int, str] | None:
+    """Which of these layers a checkpoint's tensor is of, and its name in it; None: of no such."""
+    if (match := _HF_NAMES.match(name)) is not None:
+        number, rest = match[1], match[2]
+    elif (match := _HF_ERNIE.match(name)) is not None:
+        number, rest = match[2], match[3] if match[1] == "block" else f"{match[1]}.{match[3]}"
+    elif (match := _HF_QWEN.match(name)) is not None:
+        number, rest = "0", f"{match[1]}.{match[2]}"
+    else:
+        return None
+    stem, _, kind = rest.rpartition(".")
+    return int(number), f"{_HF_PARTS.get(stem, stem)}.{kind}"
 
 
 def own_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iterator[TensorRef]:
@@ -72,27 +90,20 @@ def predictor_layer(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> 
     """The first such layer's tensors, under names as other layers have them, and those of none."""
     count = hparams.num_hidden_layers
     for name, tensor in tensors.items():
-        numbered = _NUMBERED.match(name)
-        own, part = _HF_NAMES.match(name), _HF_QWEN.match(name)
+        numbered, place = _NUMBERED.match(name), _hf_place(name)
         if numbered is not None:
             if int(numbered[1]) == count:
                 yield tensor
-        elif own is not None:
-            if int(own[1]) == 0:
-                stem, _, kind = own[2].rpartition(".")
-                rest = f"{_HF_PARTS[stem]}.{kind}" if stem in _HF_PARTS else own[2]
-                yield replace(tensor, name=f"model.layers.{count}.{rest}")
-        elif part is not None:
-            rest = f"{_HF_PARTS.get(part[1], part[1])}.{part[2]}"
-            yield replace(tensor, name=f"model.layers.{count}.{rest}")
-        else:
+        elif place is None:
             yield tensor
+        elif place[0] == 0:
+            yield replace(tensor, name=f"model.layers.{count}.{place[1]}")
 
 
 def only_predictor(
     hparams: ModelHParams, canonical: Mapping[str, TensorRef]
 ) -> dict[str, TensorRef]:
-    """Of tensors by canonical name those of the layer, and the embedding and the head."""
+    """Of tensors by canonical name those of the layer, and the model's embedding, norm and head."""
     layer = f"layers.{hparams.num_hidden_layers}."
     return {
         name: tensor

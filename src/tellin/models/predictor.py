@@ -4,8 +4,8 @@ Row t is given the model's hidden state of position t and the id of position t +
 those of position t + 2. Both come under a norm, one row is made of them, and a layer of the model's
 kind follows, with a cache of its own. Embedding and output matrix are the model's: some files hold
 copies of them for the layer. To predict another token it is given its own hidden state, which is
-the plan's ``hidden``. What differs by family: where the norm stands in relation to it, and
-which of the two halves comes first.
+the plan's ``hidden``. What differs by family: where the norm stands in relation to it and whose it
+is, and which of the two halves comes first.
 
 Source: DeepSeek-AI 2024 (DeepSeek-V3), section 2.2; Xiaomi 2025 (MiMo), section 2.2.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tellin.exceptions import UnsupportedModelError
-from tellin.models import deepseek2, glm4moe, qwen2, qwen3next
+from tellin.models import deepseek2, ernie4_5_moe, glm4moe, qwen2, qwen3next
 from tellin.models.parts import UNUSED, embed_tokens, vocab_linear
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan, RotaryTable
@@ -23,6 +23,7 @@ from tellin.models.rotary import rotary_table
 
 _LAYERS: dict[str, Callable[[PlanBuilder, Buffer, str, RotaryTable], Buffer]] = {
     "deepseek2": deepseek2.layer,
+    "ernie4_5-moe": ernie4_5_moe.layer,
     "glm4moe": glm4moe.layer,
     "qwen2": qwen2.layer,
     "qwen35": qwen3next.layer,
@@ -31,6 +32,7 @@ _LAYERS: dict[str, Callable[[PlanBuilder, Buffer, str, RotaryTable], Buffer]] = 
 }
 _HIDDEN_FIRST = ("qwen2",)
 _HIDDEN_BEFORE_NORM = ("deepseek2", "glm4moe")
+_NORM_OF_MODEL = ("ernie4_5-moe",)
 
 
 def record(b: PlanBuilder) -> Plan:
@@ -51,8 +53,9 @@ def record(b: PlanBuilder) -> Plan:
     x = b.linear(b.concat(*halves), f"{name}.eh_proj", bias=False)
     x = _LAYERS[hp.architecture](b, x, name, rotary_table(hp, b.max_model_len))
     x = b.gather_rows(x)
-    normed = b.rms_norm(x, f"{name}.shared_head.norm")
+    is_shared = hp.architecture in _NORM_OF_MODEL
+    normed = b.rms_norm(x, "norm" if is_shared else f"{name}.shared_head.norm")
     logits = vocab_linear(b, normed, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
     hidden = x if hp.architecture in _HIDDEN_BEFORE_NORM else normed
     copies = (f"{name}.embed_tokens.", f"{name}.shared_head.head.")
-    return b.finish(logits, hidden, ignore=(*UNUSED, *copies))
+    return b.finish(logits, hidden, ignore=("norm.", *UNUSED, *copies))

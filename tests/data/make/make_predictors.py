@@ -33,6 +33,7 @@ CLASSES = {
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "mimo": "Qwen2ForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
 }
 EPS = {name: 1e-6 if name in predictors.QWEN else 1e-5 for name in predictors.CASES}
 
@@ -93,7 +94,7 @@ def logits_of(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
     x = rows(ids[1:], hidden)
     raw, normed = states(predictor, inputs_embeds=x[None])
     logits = predictor.lm_head(normed)
-    again = (normed if name in (*predictors.QWEN, "mimo") else raw)[-1:]
+    again = (normed if name in (*predictors.QWEN, "mimo", predictors.ERNIE) else raw)[-1:]
     more = torch.cat([x, rows(logits[-1:].argmax(-1), again)])
     chained = predictor.lm_head(states(predictor, inputs_embeds=more[None])[1])
     return logits.numpy(), chained[-1].numpy()
