@@ -3,9 +3,9 @@
 Row t is given the model's hidden state of position t and the id of position t + 1; its logits are
 those of position t + 2. Both come under a norm, one row is made of them, and a layer of the model's
 kind follows, with a cache of its own. Embedding and output matrix are the model's: some files hold
-copies of them for the layer. To predict another token it is given its own hidden state, which is
-the plan's ``hidden``. What differs by family: where the norm stands in relation to it and whose it
-is, and which of the two halves comes first.
+copies of them for the layer. To predict another token it is given its own hidden state after the
+norm, which is the plan's ``hidden``. What differs by family: whose that norm is, and which of the
+two halves comes first.
 
 Source: DeepSeek-AI 2024 (DeepSeek-V3), section 2.2; Xiaomi 2025 (MiMo), section 2.2.
 """
@@ -31,7 +31,6 @@ _LAYERS: dict[str, Callable[[PlanBuilder, Buffer, str, RotaryTable], Buffer]] = 
     "qwen3next": qwen3next.layer,
 }
 _HIDDEN_FIRST = ("qwen2",)
-_HIDDEN_BEFORE_NORM = ("deepseek2", "glm4moe")
 _NORM_OF_MODEL = ("ernie4_5-moe",)
 
 
@@ -52,10 +51,8 @@ def record(b: PlanBuilder) -> Plan:
         halves.reverse()
     x = b.linear(b.concat(*halves), f"{name}.eh_proj", bias=False)
     x = _LAYERS[hp.architecture](b, x, name, rotary_table(hp, b.max_model_len))
-    x = b.gather_rows(x)
     is_shared = hp.architecture in _NORM_OF_MODEL
-    normed = b.rms_norm(x, "norm" if is_shared else f"{name}.shared_head.norm")
+    normed = b.rms_norm(b.gather_rows(x), "norm" if is_shared else f"{name}.shared_head.norm")
     logits = vocab_linear(b, normed, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
-    hidden = x if hp.architecture in _HIDDEN_BEFORE_NORM else normed
     copies = (f"{name}.embed_tokens.", f"{name}.shared_head.head.")
-    return b.finish(logits, hidden, ignore=("norm.", *UNUSED, *copies))
+    return b.finish(logits, normed, ignore=("norm.", *UNUSED, *copies))

@@ -92,10 +92,9 @@ def logits_of(folder: Path, name: str) -> tuple[np.ndarray, np.ndarray]:
         return torch.cat(halves[::-1] if name == "mimo" else halves, -1) @ eh_proj.T
 
     x = rows(ids[1:], hidden)
-    raw, normed = states(predictor, inputs_embeds=x[None])
+    _, normed = states(predictor, inputs_embeds=x[None])
     logits = predictor.lm_head(normed)
-    again = (normed if name in (*predictors.QWEN, "mimo", predictors.ERNIE) else raw)[-1:]
-    more = torch.cat([x, rows(logits[-1:].argmax(-1), again)])
+    more = torch.cat([x, rows(logits[-1:].argmax(-1), normed[-1:])])
     chained = predictor.lm_head(states(predictor, inputs_embeds=more[None])[1])
     return logits.numpy(), chained[-1].numpy()
 
