@@ -80,8 +80,10 @@ KvDtype kv_dtype_named(const std::string& name) {
 // A program with the arrays it reads and a lock: several Python threads may call it.
 class BoundProgram {
  public:
-  BoundProgram(const std::string& isa, int num_threads, int64_t block_size, const std::string& kv_dtype)
-      : program({isa, num_threads, block_size, kv_dtype_named(kv_dtype)}) {}
+  BoundProgram(const std::string& isa, int num_threads, int64_t block_size, const std::string& kv_dtype,
+               const BoundProgram* team_of)
+      : program({isa, num_threads, block_size, kv_dtype_named(kv_dtype),
+                 team_of == nullptr ? nullptr : &team_of->program}) {}
 
   int add_weight(int type, const Bytes& data, int64_t rows, int64_t columns, const std::string& precision) {
     const int id = program.add_weight(tensor_view(type, data, rows, columns), act_precision_named(precision));
@@ -107,6 +109,10 @@ class BoundProgram {
   int add_row_weight(int type, int64_t rows, int64_t columns, const std::string& precision) {
     const TensorView tensor{static_cast<QuantType>(type), nullptr, 0, rows, columns};
     return program.add_weight(tensor, act_precision_named(precision));
+  }
+  int share_weight(BoundProgram& owner, int id) {
+    const std::lock_guard<std::mutex> lock(owner.mutex);
+    return program.share_weight(owner.program, id);
   }
   void pack_rows(int id, int64_t begin, int type, const Bytes& data, int64_t rows, int64_t columns) {
     const TensorView source = tensor_view(type, data, rows, columns);
@@ -310,8 +316,8 @@ void bind_runtime(nb::module_& m) {
   m.def("available_memory", &available_memory, "root"_a);
 
   nb::class_<BoundProgram>(m, "Program", "A plan compiled for this machine (csrc/include/tellin/program.h).")
-      .def(nb::init<const std::string&, int, int64_t, const std::string&>(), "isa"_a, "num_threads"_a,
-           "block_size"_a, "kv_dtype"_a)
+      .def(nb::init<const std::string&, int, int64_t, const std::string&, const BoundProgram*>(), "isa"_a,
+           "num_threads"_a, "block_size"_a, "kv_dtype"_a, "team_of"_a.none() = nb::none())
       .def(
           "add_buffer",
           [](BoundProgram& p, int64_t width, bool logit_rows) {
@@ -322,6 +328,7 @@ void bind_runtime(nb::module_& m) {
            "precision"_a)
       .def("add_row_weight", &BoundProgram::add_row_weight, "quant_type"_a, "rows"_a, "columns"_a,
            "precision"_a)
+      .def("share_weight", &BoundProgram::share_weight, "owner"_a, "weight"_a)
       .def("add_vector", &BoundProgram::add_vector, "quant_type"_a, "data"_a, "rows"_a, "columns"_a,
            "offset"_a)
       .def(

@@ -135,7 +135,8 @@ void Program::embed(const TensorView& table, int out, float scale, bool rest_is_
     const int64_t known = state_->num_embeddings;
     state_->num_embeddings = known == 0 ? table.rows : std::min(known, table.rows);
   }
-  state_->takes_embeds(target.width);
+  op.takes_given = !state_->needs_embeds;
+  if (op.takes_given) state_->takes_embeds(target.width);
   state_->append(op, target);
 }
 

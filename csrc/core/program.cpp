@@ -95,7 +95,8 @@ void check_tensor(const TensorView& tensor) {
 }
 
 Program::Program(const Options& options)
-    : team_(options.num_threads),
+    : team_(options.team_of != nullptr ? options.team_of->team_
+                                       : std::make_shared<ThreadTeam>(options.num_threads)),
       pool_(options.block_size, options.kv_dtype),
       state_(std::make_unique<State>()) {
   const LinearKernels* linear = linear_kernels(options.isa.empty() ? nullptr : options.isa.c_str());
@@ -107,6 +108,8 @@ Program::Program(const Options& options)
           "isa '" + std::string(isa) + "' has no row kernels in this build");
   require(options.num_threads >= 1 && options.num_threads <= ThreadTeam::kMaxThreads,
           "num_threads must be between 1 and " + std::to_string(ThreadTeam::kMaxThreads));
+  require(options.num_threads == num_threads(),
+          "num_threads must be that of the program whose team is shared");
   state_->scratch = std::vector<AttentionScratch>(static_cast<size_t>(options.num_threads));
 }
 
@@ -150,6 +153,20 @@ int Program::add_weight(const TensorView& tensor, ActPrecision precision) {
                     tensor.rows, tensor.columns,
                     groups,      group_bytes,
                     nullptr};
+  weights_.push_back(std::move(weight));
+  return num_weights() - 1;
+}
+
+int Program::share_weight(const Program& owner, int id) {
+  require(!state_->finalized, "the program is final");
+  require(id >= 0 && id < owner.num_weights(), "weight id " + std::to_string(id) + " is out of range");
+  const Weight& packed = *owner.weights_[static_cast<size_t>(id)];
+  require(packed.packed_rows == packed.packed.n, "a weight can be shared once it is packed");
+  require(state_->kernels.linear == owner.state_->kernels.linear,
+          "weights are shared by programs of the same instruction set");
+  auto weight = std::make_unique<Weight>(packed);
+  weight->is_shared = true;
+  shared_arenas_.push_back(owner.arena_);
   weights_.push_back(std::move(weight));
   return num_weights() - 1;
 }
@@ -216,13 +233,15 @@ void Program::finalize(int output, int hidden, int64_t vocab_size) {
 
   size_t total = 0;
   for (const auto& weight : weights_) {
+    if (weight->is_shared) continue;
     total += weight->packed.group_bytes * static_cast<size_t>(weight->packed.num_groups);
     total = (total + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
   }
-  arena_ = MappedMemory(total, /*huge_pages=*/true);
+  arena_ = std::make_shared<MappedMemory>(total, /*huge_pages=*/true);
   size_t offset = 0;
   for (const auto& weight : weights_) {
-    weight->packed.data = arena_.data() + offset;
+    if (weight->is_shared) continue;
+    weight->packed.data = arena_->data() + offset;
     offset += weight->packed.group_bytes * static_cast<size_t>(weight->packed.num_groups);
     offset = (offset + kWeightAlignment - 1) / kWeightAlignment * kWeightAlignment;
   }
@@ -263,12 +282,12 @@ void Program::pack_rows(Weight* target_weight, const TensorView& source, int64_t
   // Groups and rows are counted from the source's first row.
   const int64_t before = source_begin / kGroupRows;
   uint8_t* target =
-      arena_.data() + (packed.data - arena_.data()) + before * static_cast<int64_t>(packed.group_bytes);
+      arena_->data() + (packed.data - arena_->data()) + before * static_cast<int64_t>(packed.group_bytes);
   const int64_t first = begin / kGroupRows - before;
   const int64_t last = (end + kGroupRows - 1) / kGroupRows - before;
   const int64_t step = std::max<int64_t>(1, kPackBytes / static_cast<int64_t>(packed.group_bytes));
   std::atomic<bool> finite{true};
-  team_.parallel_for((last - first + step - 1) / step, [&](int64_t task, int) {
+  team_->parallel_for((last - first + step - 1) / step, [&](int64_t task, int) {
     const int64_t g0 = first + task * step;
     const int64_t g1 = std::min(last, g0 + step);
     if (!is_finite(source, g0 * kGroupRows, std::min(source.rows, g1 * kGroupRows))) finite.store(false);

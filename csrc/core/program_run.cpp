@@ -343,7 +343,7 @@ void Program::forward(const StepInput& input) {
   const Clock::time_point start = Clock::now();
   check_step(input);
   Run run(*this, input);
-  team_.run(run);
+  team_->run(run);
   pool_.used(run.blocks_used());
   state_->num_tokens = input.num_tokens;
   state_->num_logits = input.num_logits;

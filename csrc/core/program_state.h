@@ -19,6 +19,7 @@ struct Program::Weight {
   ActPrecision precision;
   PackedMatrix packed;
   int64_t packed_rows = 0;
+  bool is_shared = false;  // lies in another program's arena
 };
 
 struct Program::State {

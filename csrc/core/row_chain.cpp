@@ -114,7 +114,9 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
   switch (op.kind) {
     case RowOp::Kind::kEmbed: {
       float* out = op.out->row(row);
-      if (pass_->embed_index != nullptr && pass_->embed_index[row] >= 0) return copy_given(op, row);
+      if (op.takes_given && pass_->embed_index != nullptr && pass_->embed_index[row] >= 0) {
+        return copy_given(op, row);
+      }
       int32_t id = pass_->token_ids[row];
       if (op.count > 0 && id >= op.count) id = 0;
       kernels_.linear->dequantize_row(op.table_type, op.table, id, op.out->width, out);

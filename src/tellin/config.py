@@ -171,7 +171,7 @@ class LoRAConfig:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Speculative decoding. ``method``: ngram, suffix or draft_model."""
+    """Speculative decoding. ``method``: ngram, suffix, draft_model or mtp."""
 
     method: str
     num_speculative_tokens: int
@@ -185,6 +185,11 @@ class SpeculativeConfig:
     suffix_decoding_max_cached_requests: int = 10_000
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether what drafts computes: it takes time, and writes into KV blocks."""
+        return self.method in ("draft_model", "mtp")
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ def test_accounting() -> None:
 
 
 @pytest.mark.parametrize("draft", [perfect, half_right, lambda r, i, k: [903] * k])
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp"])
 def test_drafts_change_nothing_but_the_number_of_steps(draft: Any, method: str) -> None:
     """E2: the same ids with good, mixed and useless drafts."""
     driver = spec_driver(draft, SpeculativeConfig(method, 3, adaptive=False))
@@ -318,6 +318,28 @@ def test_drafts_that_do_not_pay_are_not_verified(method: str) -> None:
     if method == "draft_model":
         assert asked.count(0) > 110
     driver.check_lone("r", 120)
+
+
+def test_a_layer_of_the_model_is_tried_again() -> None:
+    """Other than a draft model it has missed nothing: drafts that become right are used again."""
+    config = SpeculativeConfig("mtp", 3)
+    is_right = False
+
+    def draft(request_id: str, ids: list[int], k: int) -> list[int]:
+        return perfect(request_id, ids, k) if is_right else [901] * k
+
+    driver = spec_driver(draft, config, max_model_len=600, num_kv_blocks=160)
+    driver.executor.model_time_s, driver.executor.draft_time_s = 0.01, 0.002
+    driver.add("r", unlike(1, 4), 500)
+    for _ in range(90):
+        driver.step()
+    drafted = [bool(s.scheduled_spec_decode_tokens) for s in driver.executor.outputs]
+    assert sum(drafted[-50:]) < 5
+    is_right = True
+    driver.run()
+    drafted = [bool(s.scheduled_spec_decode_tokens) for s in driver.executor.outputs]
+    assert sum(drafted[90:]) > 50
+    driver.check_lone("r", 500)
 
 
 def test_each_request_has_a_length_of_its_own() -> None:

@@ -156,6 +156,8 @@ def suffix(**options: Any) -> dict[str, Any]:
         (ngram(prompt_lookup_min=2, prompt_lookup_max=4), "ngram", 2, (2, 4)),
         ({"model": "[ngram]", "num_speculative_tokens": 3}, "ngram", 3, (5, 5)),
         ({"model": "m", "num_speculative_tokens": 3}, "draft_model", 3, (5, 5)),
+        ({"method": "qwen3_next_mtp"}, "mtp", 1, (5, 5)),
+        ({"method": "mtp", "num_speculative_tokens": 3}, "mtp", 3, (5, 5)),
         (suffix(), "suffix", 24, (5, 5)),
         (suffix(max_tree_depth=6), "suffix", 6, (5, 5)),
         (suffix(max_tree_depth=600), "suffix", 128, (5, 5)),

@@ -19,8 +19,10 @@ from tellin.loading.vision import open_vision
 from tellin.models import build_plan
 from tellin.protocol import MultiModalFeature
 from tellin.worker.image_encoder import ImageEncoder
+from tellin.worker.mtp import PredictorDrafter
 from tellin.worker.rope_positions import rope_positions
 from tests.loading.test_images import edit, picture
+from tests.models import predictors
 from tests.models.qwen_images import IMAGE_TOKEN_ID, write_qwen
 
 SMALL: dict[str, Any] = {
@@ -104,6 +106,41 @@ def test_positions() -> None:
             np.testing.assert_array_equal(
                 rope_positions(features, start, end - start), np.array(expected)[:, start:end]
             )
+
+
+def test_drafts_of_the_models_own_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No result changes; rows turn by the positions of pictures and of text behind them."""
+    layer, inputs = predictors.layer_arrays("qwen35"), predictors.input_arrays("qwen35")
+    extra = predictors.predictor_arrays(layer, inputs, "qwen35")
+    path = write_qwen(tmp_path / "model", extra=extra)
+    prompts: list[Any] = [
+        {"prompt": f"a {PAD}?", "multi_modal_data": {"image": WIDE}},
+        {"prompt": f"{PAD} and then {PAD}", "multi_modal_data": {"image": [TALL, WIDE]}},
+    ]
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=3, ignore_eos=True, logprobs=1)
+    turned: list[Any] = []
+    original = PredictorDrafter._live
+
+    def live(self: PredictorDrafter) -> Any:
+        backend = original(self)
+        backend.forward = lambda step: turned.append(step) or type(backend).forward(backend, step)
+        return backend
+
+    runs = []
+    for spec in (None, {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}):
+        with LLM(path, **SMALL | {"max_num_batched_tokens": 24}, speculative_config=spec) as llm:
+            outputs = llm.generate(prompts, params)
+            runs.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+            if spec is not None:
+                monkeypatch.setattr(PredictorDrafter, "_live", live)
+                (output,) = llm.generate(prompts[:1], params)
+                ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
+                image = processor_of(path).process(WIDE)
+                expected = rope_positions(features_of(ids, [image]), 0, len(ids) + 3)
+    assert runs[0] == runs[1]
+    assert max(step.positions.max() for step in turned) > len(ids) - 6
+    for step in turned:
+        np.testing.assert_array_equal(step.rope_positions, expected[:, step.positions])
 
 
 def test_promise_1(qwen: Path) -> None:

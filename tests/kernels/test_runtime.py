@@ -370,7 +370,10 @@ def test_hostile_arguments_raise(name: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "parameter"),
     [
-        ({"isa": "sse9"}, "isa is .sse9.; choose one of portable, avx2, avxvnni, avx512, amx, neon"),
+        (
+            {"isa": "sse9"},
+            "isa is .sse9.; choose one of portable, avx2, avxvnni, avx512, amx, neon",
+        ),
         ({"num_threads": 0}, "num_threads"),
         ({"num_threads": 5000}, "num_threads"),
         ({"block_size": 24}, "block_size"),

@@ -88,13 +88,13 @@ def _shapes(name: str, vocab: int) -> dict[str, tuple[int, ...]]:
         shapes |= {
             f"{layer}.{norm}_layernorm.weight": (HIDDEN,) for norm in ("input", "post_attention")
         }
-        parts = _attention(name) if is_full(i) else _linear_attention(name)
-        parts |= _experts(name) if has_experts(name, i) else _mlp("mlp", INNER)
+        parts = attention_shapes(name) if is_full(i) else _linear_attention(name)
+        parts |= expert_shapes(name) if has_experts(name, i) else _mlp("mlp", INNER)
         shapes |= {f"{layer}.{part}": shape for part, shape in parts.items()}
     return shapes | {"model.norm.weight": (HIDDEN,), "lm_head.weight": (vocab, HIDDEN)}
 
 
-def _attention(name: str) -> dict[str, tuple[int, ...]]:
+def attention_shapes(name: str) -> dict[str, tuple[int, ...]]:
     width, shared = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     linears = {"q": (2 * width, HIDDEN), "k": (shared, HIDDEN), "v": (shared, HIDDEN)}
     linears["o"] = (HIDDEN, width)
@@ -132,7 +132,7 @@ def _mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _experts(name: str) -> dict[str, tuple[int, ...]]:
+def expert_shapes(name: str) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"mlp.gate.weight": (EXPERTS, HIDDEN)}
     if name == "qwen35moe":  # stacked, as its checkpoints are
         shapes["mlp.experts.gate_up_proj"] = (EXPERTS, 2 * WIDTH, HIDDEN)
@@ -238,24 +238,39 @@ def write_tiny_gguf(
 
     ``qwen3next_some_dense`` has its in-projections mixed, as the first files did.
     """
-    architecture = name.removesuffix("_some_dense")
-    has_old_names = architecture != name
-    arrays = checkpoint_arrays(name)
+    named = gguf_tensors(name, checkpoint_arrays(name))
+    extra = f"blk.{LAYERS}.nextn.eh_proj.weight"
+    named[extra] = np.ones((HIDDEN, 2 * HIDDEN), np.float32)
+    if quant_type is not None:
+        quantise(named, quant_type)
+    return write_gguf(path, gguf_metadata(name), named)
+
+
+def quantise(named: dict[str, Any], quant_type: gguf.GGMLQuantizationType) -> None:
+    """Replace the matrices of a file."""
+    for key, values in named.items():
+        if isinstance(values, np.ndarray) and values.ndim > 1 and "conv1d" not in key:
+            packed = np.ascontiguousarray(gguf.quants.quantize(values, quant_type))
+            named[key] = RawTensor(values.shape, int(quant_type), packed.tobytes())
+
+
+def gguf_tensors(name: str, arrays: Arrays) -> dict[str, np.ndarray | RawTensor]:
+    """A checkpoint's weights by GGUF's names."""
+    arrays = dict(arrays)
     named: dict[str, np.ndarray | RawTensor] = {_GLOBAL[n]: arrays.pop(n) for n in _GLOBAL}
     named["output_norm.weight"] = np.asarray(named["output_norm.weight"]) + 1
     for i in range(LAYERS):
         prefix = f"model.layers.{i}."
         layer = {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
-        for key, values in _converted(layer, architecture, has_old_names).items():
+        for key, values in converted_layer(layer, name).items():
             named[f"blk.{i}.{key}"] = values
-    extra = f"blk.{LAYERS}.nextn.eh_proj.weight"
-    named[extra] = np.ones((HIDDEN, 2 * HIDDEN), np.float32)
-    if quant_type is not None:
-        for key, values in named.items():
-            if isinstance(values, np.ndarray) and values.ndim > 1 and "conv1d" not in key:
-                packed = np.ascontiguousarray(gguf.quants.quantize(values, quant_type))
-                named[key] = RawTensor(values.shape, int(quant_type), packed.tobytes())
-    return write_gguf(path, _metadata(architecture), named)
+    return named
+
+
+def converted_layer(layer: Arrays, name: str) -> Arrays:
+    """Tensors of a layer of case ``name`` by GGUF's names."""
+    architecture = name.removesuffix("_some_dense")
+    return _converted(layer, architecture, has_old_names=architecture != name)
 
 
 def _converted(layer: Arrays, architecture: str, has_old_names: bool) -> Arrays:
@@ -320,7 +335,9 @@ def _tiled(key: str, values: np.ndarray) -> np.ndarray:
     return values
 
 
-def _metadata(architecture: str) -> dict[str, Any]:
+def gguf_metadata(name: str) -> dict[str, Any]:
+    """Of a file with one layer that predicts a further token."""
+    architecture = name.removesuffix("_some_dense")
     own: dict[str, Any] = {
         "block_count": LAYERS + 1,
         "nextn_predict_layers": 1,

@@ -14,8 +14,11 @@ WIDTH, INNER, DEPTH, PATCH, SIDE = 32, 48, 2, 4, 4
 IMAGE_TOKEN_ID = vision.IMAGE_TOKEN_ID
 
 
-def write_qwen(folder: Path, case: str = "qwen35") -> Path:
-    """Patches of 4 pixels, 2 x 2 of which make a row for the text model, ``case``."""
+def write_qwen(folder: Path, case: str = "qwen35", extra: gated_delta.Arrays | None = None) -> Path:
+    """Patches of 4 pixels, 2 x 2 of which make a row for the text model, ``case``.
+
+    ``extra``: weights beside these.
+    """
     random = np.random.RandomState(5)
     shapes: dict[str, tuple[int, ...]] = {
         "patch_embed.proj.weight": (WIDTH, 3, 2, PATCH, PATCH),
@@ -69,7 +72,7 @@ def write_qwen(folder: Path, case: str = "qwen35") -> Path:
         "image_std": [0.5, 0.5, 0.5],
     }
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "model.safetensors").write_bytes(pack_safetensors(arrays))
+    (folder / "model.safetensors").write_bytes(pack_safetensors(arrays | (extra or {})))
     tokenizer = json.dumps(vision._tokenizer()).replace('"<image>"', '"<|image_pad|>"')
     (folder / "tokenizer.json").write_text(tokenizer)
     for name, content in (("config.json", config), ("preprocessor_config.json", processor)):

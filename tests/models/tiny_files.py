@@ -60,11 +60,17 @@ Arrays = dict[str, np.ndarray]
 
 
 def write_tiny_gguf(
-    path: Path, name: str, quant_type: QuantType = QuantType.F32, *, joined_latents: bool = False
+    path: Path,
+    name: str,
+    quant_type: QuantType = QuantType.F32,
+    *,
+    joined_latents: bool = False,
+    predictor: Arrays | None = None,
 ) -> Path:
     """Case ``name``; matrices, but for the router, are stored as ``quant_type``.
 
     ``joined_latents``: what makes keys and values of latents is one matrix, as in files of 2024.
+    ``predictor``: the last layer predicts a further token, and has these tensors as well.
     """
     hp = ALL_CASES[name]
     architecture = {"mixtral": "llama", "olmo3": "olmo2"}.get(hp.architecture, hp.architecture)
@@ -78,6 +84,10 @@ def write_tiny_gguf(
     for key, values in _gguf_arrays(arrays, hp, DENSE_LAYERS.get(name, ())).items():
         is_matrix = values.ndim > 1 and "gate_inp" not in key and not key.endswith(".bias")
         tensors[key] = _stored(values, quant_type) if is_matrix else values
+    if predictor is not None:
+        metadata[f"{architecture}.nextn_predict_layers"] = 1
+        last = f"blk.{hp.num_hidden_layers - 1}.nextn"
+        tensors |= {f"{last}.{key}.weight": values for key, values in predictor.items()}
     return write_gguf(path, metadata, tensors)
 
 

@@ -94,6 +94,7 @@ class Program {
     int num_threads = 1;
     int64_t block_size = 16;
     KvDtype kv_dtype = KvDtype::kFloat16;
+    const Program* team_of = nullptr;  // whose threads run this one too, in turns; nullptr: it has its own
   };
   struct Part {
     int weight;
@@ -135,6 +136,8 @@ class Program {
   // `precision` of the activations that meet a quantised weight; float weights always meet float32. A tensor
   // without data: its rows come by pack_rows().
   int add_weight(const TensorView& tensor, ActPrecision precision);
+  // A weight that another program of the same instruction set has packed; its memory lives as long as either.
+  int share_weight(const Program& owner, int weight);
   int add_vector(const TensorView& tensor, float offset);  // float32 copy of a norm weight or bias
   int add_kv_layer(int64_t num_kv_heads, int64_t head_dim, int64_t value_dim);
   int add_state_layer(int64_t num_values);
@@ -231,10 +234,10 @@ class Program {
   RowsView hidden() const { return view(hidden_); }
 
   const char* isa() const;
-  int num_threads() const { return team_.num_threads(); }
-  size_t weight_bytes() const { return arena_.size(); }
+  int num_threads() const { return team_->num_threads(); }
+  size_t weight_bytes() const { return arena_->size(); }  // without those that are shared
   double last_forward_s() const { return last_forward_s_; }
-  ThreadTeam& team() { return team_; }
+  ThreadTeam& team() { return *team_; }
 
   void set_profile(bool enabled);
   // Seconds per kind of stage since profiling was switched on.
@@ -268,11 +271,12 @@ class Program {
   void find_state_rows(const StepInput& input, size_t num_passes);
   RowsView view(int buffer) const;
 
-  ThreadTeam team_;
+  std::shared_ptr<ThreadTeam> team_;
   KvPool pool_;
   StatePool states_;
   std::vector<std::unique_ptr<Weight>> weights_;
-  MappedMemory arena_;
+  std::shared_ptr<MappedMemory> arena_ = std::make_shared<MappedMemory>();
+  std::vector<std::shared_ptr<MappedMemory>> shared_arenas_;
   std::unique_ptr<State> state_;
   int output_ = -1;
   int hidden_ = -1;

@@ -65,10 +65,10 @@ class Scheduler:
         self.max_model_len = config.model_config.max_model_len
         self.enable_chunked_prefill = scheduler_config.enable_chunked_prefill
         self.num_spec_tokens = spec.num_speculative_tokens if spec is not None else 0
-        writes_kv = spec is not None and spec.method == "draft_model"
+        writes_kv = spec is not None and spec.has_weights
         self.num_lookahead_tokens = self.num_spec_tokens if writes_kv else 0
         self.max_num_scheduled_tokens = scheduler_config.max_num_batched_tokens
-        if writes_kv:  # the drafter feeds one more token per request
+        if spec is not None and spec.method == "draft_model":  # it is fed one more per request
             self.max_num_scheduled_tokens -= self.max_num_seqs
             if self.max_num_scheduled_tokens <= 0:
                 raise InvalidParameterError(

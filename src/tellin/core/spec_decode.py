@@ -1,6 +1,6 @@
 """How many draft tokens each request gets, and what became of them.
 
-A draft token costs a row of the next step, with a draft model also a pass of that model, and gains
+A draft token costs a row of the next step, with weights that draft also a pass of those, and gains
 a token if it is right. All of that is measured: costs from the durations of decode steps and of
 drafting, the chance to be right per request. Drafts are asked for only while they pay, so that
 speculation is never much slower than none. What is sampled does not depend on any of this.
@@ -32,8 +32,8 @@ PRIOR = 2.0
 """Weight, in drafts, of what is expected of a request because of those before it."""
 
 EXPECTED = (0.3, 0.75)
-"""Chance that a short or a long draft is right, until some have been seen; a draft model's drafts
-count as long."""
+"""Chance that a short or a long draft is right, until some have been seen; drafts of a draft model
+and of a model's own layer count as long."""
 
 MIN_GAIN = 1.1
 """Drafts must promise this speed-up: a step with drafts costs a little more than its rows, and so
@@ -113,7 +113,9 @@ class SpecDecodeController:
     def __init__(self, config: SpeculativeConfig | None) -> None:
         self.num_spec_tokens = config.num_speculative_tokens if config is not None else 0
         self._adaptive = config is not None and config.adaptive
-        self._has_draft_model = config is not None and config.method == "draft_model"
+        self._has_weights = config is not None and config.has_weights
+        # To be taken up again, a draft model would have to read all that it missed.
+        self._can_resume = config is not None and config.method == "mtp"
         self._times = StepTimeModel()
         self._draft_times: deque[float] = deque(maxlen=15)
         self._row_cost, self._draft_cost = DEFAULT_ROW_COST, 0.0
@@ -158,7 +160,7 @@ class SpecDecodeController:
 
     @property
     def _is_costly(self) -> bool:
-        return self._has_draft_model and self._draft_cost > CHEAP_DRAFT
+        return self._has_weights and self._draft_cost > CHEAP_DRAFT
 
     # ------------------------------------------------------------------ draft length
 
@@ -190,19 +192,20 @@ class SpecDecodeController:
         if self._is_costly:
             request.draft_kind = 1
             return drafts[: self._costly_limit(request)]
-        kind = request.draft_kind = int(len(drafts) >= LONG_DRAFT or self._has_draft_model)
+        kind = request.draft_kind = int(len(drafts) >= LONG_DRAFT or self._has_weights)
         limit = self._best_length(self._chance(request, kind))
         if limit == 0 and self._num_steps % RETRY_INTERVAL == 0:
             limit = 1
         return drafts[:limit]
 
     def _costly_limit(self, request: Request) -> int:
-        """Most drafts of a draft model that are worth making for a request."""
+        """Most drafts, each of which costs a pass, that are worth making for a request."""
         if request.is_drafting_over:
             return 0
         limit = self._best_length(self._chance(request, 1))
-        if limit == 0:
-            # To take it up again later the draft model would have to read all that it missed.
+        if limit == 0 and self._can_resume:
+            limit = int(self._num_steps % RETRY_INTERVAL == 0)
+        elif limit == 0:
             limit = int(self._may_probe(request))
             request.is_drafting_over = limit == 0
         return limit
@@ -239,7 +242,7 @@ class SpecDecodeController:
         if best is None:
             chance = (bucket + 0.5) / 64.0
             cost = self._row_cost + self._draft_cost
-            least = COSTLY_MIN_GAIN if self._has_draft_model else MIN_GAIN
+            least = COSTLY_MIN_GAIN if self._has_weights else MIN_GAIN
             best, best_rate, tokens, power = 0, least, 1.0, 1.0
             for length in range(1, self.num_spec_tokens + 1):
                 power *= chance

@@ -166,8 +166,8 @@ def check_prompt_embeds(
             "enable_prompt_embeds is for models that generate; this one pools (runner='pooling'): "
             "leave it out, or use runner='both'"
         )
-    if speculation is not None and speculation.method == "draft_model":
+    if speculation is not None and speculation.has_weights:
         raise UnsupportedFeatureError(
-            "speculative_config.method='draft_model' does not go with enable_prompt_embeds: the "
-            "draft model reads token ids; use 'ngram' or 'suffix'"
+            f"speculative_config.method={speculation.method!r} does not go with "
+            "enable_prompt_embeds: it drafts from token ids; use 'ngram' or 'suffix'"
         )

@@ -20,7 +20,17 @@ MAX_LOOKUP = 2**31 - 1
 MAX_TREE_DEPTH = 2**31 - 1
 MAX_CACHED_REQUESTS = 2**31 - 1
 DEFAULT_TREE_DEPTH = 24
-SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model")
+SPECULATIVE_METHODS = ("ngram", "suffix", "draft_model", "mtp")
+_MTP_NAMES = (
+    "deepseek_mtp",
+    "ernie_mtp",
+    "glm4_moe_lite_mtp",
+    "glm4_moe_mtp",
+    "mimo_mtp",
+    "qwen3_5_mtp",
+    "qwen3_next_mtp",
+)
+"""vLLM's names for method mtp of single families."""
 LOOKUP_POLICIES = ("earliest", "most_recent")
 
 _T = TypeVar("_T")
@@ -121,6 +131,10 @@ def _complete_speculative(given: Mapping[str, Any]) -> dict[str, Any]:
         options["method"] = "draft_model"
         if options["model"] in ("ngram", "[ngram]"):
             options["method"], options["model"] = "ngram", None
+    if options.get("method") in _MTP_NAMES:
+        options["method"] = "mtp"
+    if options.get("method") == "mtp":
+        options.setdefault("num_speculative_tokens", 1)
     if options.get("method") == "suffix":
         depth = options.get("suffix_decoding_max_tree_depth", DEFAULT_TREE_DEPTH)
         is_depth = isinstance(depth, int) and depth > 0  # what is none is refused by its own name

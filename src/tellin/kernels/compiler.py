@@ -7,7 +7,8 @@ A plan that the program refuses has a shape or a weight without a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,16 +42,36 @@ def _sensitive_weights(plan: ir.Plan) -> frozenset[Identity]:
     return frozenset(identity(tensor) for tensor in found if tensor is not None)
 
 
-class Compiler:
-    """Translates one plan into calls of a fresh program, then packs the weights."""
+@dataclass(frozen=True)
+class PackedWeights:
+    """A program whose weights others may use, which have the same tensors under the same names."""
 
-    def __init__(self, program: _C.Program, plan: ir.Plan, precision: str) -> None:
+    program: _C.Program
+    ids: Mapping[str, int]
+
+
+class Compiler:
+    """Translates one plan into calls of a fresh program, then packs the weights.
+
+    ``shared``: what is packed there is not packed again.
+    """
+
+    def __init__(
+        self,
+        program: _C.Program,
+        plan: ir.Plan,
+        precision: str,
+        shared: PackedWeights | None = None,
+    ) -> None:
         self.program = program
         self.plan = plan
+        self.shared = shared
         self.precision = "int8" if precision == "mixed" else precision
         self.precise = _sensitive_weights(plan) if precision == "mixed" else frozenset()
         self.buffers: dict[int, int] = {}
         self.weights: dict[Identity, int] = {}
+        self.ids: dict[str, int] = {}
+        """Those packed here, by name."""
         self.packed: list[tuple[int, TensorRef]] = []
         self.tables: list[TensorRef] = []
         self.vectors: dict[tuple[int, float], int] = {}
@@ -99,6 +120,9 @@ class Compiler:
     def _weight(self, op: ir.Op, tensor: TensorRef, precision: str | None = None) -> int:
         # Tied matrices are two references to the same bytes: packed once.
         key = identity(tensor)
+        if self.shared is not None and tensor.name in self.shared.ids and key not in self.weights:
+            owner = self.shared.program
+            self.weights[key] = self.program.share_weight(owner, self.shared.ids[tensor.name])
         if key not in self.weights:
             if precision is None:
                 precision = "int16" if key in self.precise else self.precision
@@ -110,6 +134,7 @@ class Compiler:
                 arguments = (quant_type, rows, columns, precision)
                 weight = self._call(op, self.program.add_row_weight, *arguments)
             self.weights[key] = weight
+            self.ids[tensor.name] = weight
             self.packed.append((weight, tensor))
         return self.weights[key]
 

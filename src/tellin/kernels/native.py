@@ -24,7 +24,7 @@ from tellin.exceptions import (
 from tellin.kernels import _C
 from tellin.kernels.adapters import smallest_tensor
 from tellin.kernels.batch import StepBatch
-from tellin.kernels.compiler import Compiler
+from tellin.kernels.compiler import Compiler, PackedWeights
 from tellin.kernels.cpu import ThreadChoice, default_num_threads
 from tellin.models.plan import ir
 
@@ -71,6 +71,8 @@ class NativeBackend:
         kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32``, ``int8`` or ``int16``, codes
             of 13 bits that are multiplied as integers: faster with long prompts.
         block_size: tokens per cache block, a multiple of 16.
+        beside: a backend of the same files that runs in turns with this one: its threads are used,
+            and its packed weights where names are equal.
 
     Raises:
         InvalidParameterError: an argument has a bad value.
@@ -88,6 +90,7 @@ class NativeBackend:
         activation_precision: str = "default",
         kv_cache_dtype: str = "auto",
         block_size: int = 16,
+        beside: NativeBackend | None = None,
     ) -> None:
         precision = resolve_activation_precision(activation_precision)
         _check_choice("kv_cache_dtype", kv_cache_dtype, tuple(_KV_DTYPES))
@@ -96,6 +99,8 @@ class NativeBackend:
         choice = default_num_threads()
         if num_threads is not None:
             choice = ThreadChoice(num_threads, "as num_threads says")
+        elif beside is not None:
+            choice = ThreadChoice(beside._live().num_threads, "those of the model")
         self.plan = plan
         self.block_size = block_size
         try:
@@ -104,12 +109,16 @@ class NativeBackend:
                 num_threads=choice.num_threads,
                 block_size=block_size,
                 kv_dtype=_KV_DTYPES[kv_cache_dtype],
+                team_of=None if beside is None else beside._live(),
             )
         except ValueError as error:
             raise InvalidParameterError(str(error)) from None
         logger.info("%d kernel threads: %s; %s", choice.num_threads, choice.reason, program.isa)
         self._program: _C.Program | None = program
-        compiler = Compiler(program, plan, precision)
+        shared = None
+        if beside is not None:
+            shared = PackedWeights(beside._live(), beside._weight_ids)
+        compiler = Compiler(program, plan, precision, shared)
         try:
             compiler.run()
         except MemoryError as error:
@@ -119,6 +128,7 @@ class NativeBackend:
         self.stage_parts: dict[int, int] = compiler.stage_parts
         """Stages that belong to an operation but are not its stage in ``op_stages``, and that."""
         self._lora_sites = compiler.lora_sites
+        self._weight_ids: dict[str, int] = compiler.ids
         self.info: dict[str, Any] = {
             "backend": "native",
             "isa": program.isa,

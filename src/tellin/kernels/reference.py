@@ -65,6 +65,7 @@ class ReferenceBackend:
         self._adapters: dict[int, Mapping[str, tuple[Floats, Floats]]] = {}
         self._kv_cache: list[tuple[Floats, Floats]] | None = None
         self._states = recurrent.StatePool(plan.state_layers)
+        self._has_input = any(isinstance(op, ir.Input) for op in plan.ops)
         self._batch: StepBatch | None = None
         self.info: dict[str, Any] = {
             "backend": "reference",
@@ -182,7 +183,7 @@ class ReferenceBackend:
         table, ids = self._weights[op.weight], batch.token_ids
         ids = np.where(ids < len(table), ids, 0) if op.rest_is_first else ids
         rows = table[ids] * np.float32(op.scale)
-        if batch.embeds is not None:
+        if batch.embeds is not None and not self._has_input:
             rows[batch.embed_rows] = batch.embeds
         self._set(op.out, rows)
 

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tellin.loading.images import ImageProcessor, ProcessedImage, load_image_processor
     from tellin.loading.model_metadata import ModelMetadata
-    from tellin.loading.model_source import ModelSource, open_metadata, open_model
+    from tellin.loading.model_source import (
+        ModelSource,
+        open_metadata,
+        open_model,
+        open_predictor,
+    )
     from tellin.loading.store import StoredModel, list_models, pull, resolve_model
     from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
     from tellin.loading.tokenizer import Tokenizer, load_tokenizer
@@ -35,6 +40,7 @@ _MODULES = {
     "load_tokenizer": "tokenizer",
     "open_metadata": "model_source",
     "open_model": "model_source",
+    "open_predictor": "model_source",
     "open_vision": "vision",
     "pull": "store",
     "resolve_model": "store",
@@ -57,6 +63,7 @@ __all__ = [
     "load_tokenizer",
     "open_metadata",
     "open_model",
+    "open_predictor",
     "open_vision",
     "pull",
     "resolve_model",

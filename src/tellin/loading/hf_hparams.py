@@ -76,6 +76,7 @@ _ARCHITECTURES = {
     "granitemoe": "granitemoe",
     "llama": "llama",
     "mistral": "mistral",
+    "mimo": "qwen2",
     "mixtral": "mixtral",
     "olmo2": "olmo2",
     "olmo3": "olmo3",

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from tellin.exceptions import ModelLoadError, ModelNotFoundError
+from tellin.exceptions import ModelLoadError, ModelNotFoundError, UnsupportedFeatureError
 from tellin.loading import gguf
 from tellin.loading.decoder_names import tensors_of_metadata
 from tellin.loading.finite import is_finite
@@ -31,6 +31,7 @@ from tellin.loading.names import (
     canonical_from_hf,
     is_dropped_hf_name,
     is_mmproj_name,
+    is_never_read_hf_name,
 )
 from tellin.loading.safetensors import RawTensor, open_safetensors
 from tellin.loading.tensors import ModelHParams, TensorRef
@@ -158,8 +159,32 @@ def open_model(path: Path | str) -> ModelSource:
         ModelLoadError: what is there is damaged or no model; file and fault are named.
         UnsupportedModelError: the architecture or a storage type is not supported.
     """
-    path = locate_model(Path(path))
-    return _open_folder(path) if path.is_dir() else _open_gguf(path)
+    return _open(Path(path), of_predictor=False)
+
+
+def open_predictor(path: Path | str) -> ModelSource:
+    """Open what of a model's files belongs to its layer that predicts one token more.
+
+    Its tensors are those of `tellin.loading.predictor`; the model's embedding, norm and head.
+
+    Raises:
+        UnsupportedFeatureError: the model has no such layer.
+        ModelNotFoundError, ModelLoadError, UnsupportedModelError: as `open_model`.
+    """
+    source = _open(Path(path), of_predictor=True)
+    hparams = source.hparams
+    if f"layers.{hparams.num_hidden_layers}.eh_proj.weight" in source.tensors:
+        return source
+    source.close()
+    raise UnsupportedFeatureError(
+        f"{path}: this file of architecture {hparams.architecture!r} has no layer that predicts "
+        "further tokens, which speculative_config.method 'mtp' drafts with; use 'ngram' or 'suffix'"
+    )
+
+
+def _open(path: Path, of_predictor: bool) -> ModelSource:
+    path = locate_model(path)
+    return _open_folder(path, of_predictor) if path.is_dir() else _open_gguf(path, of_predictor)
 
 
 def open_metadata(path: Path | str) -> ModelMetadata:
@@ -199,15 +224,16 @@ def _only_gguf(folder: Path) -> Path:
     return models[0]
 
 
-def _open_gguf(path: Path) -> ModelSource:
+def _open_gguf(path: Path, of_predictor: bool) -> ModelSource:
     files = gguf.open_gguf(path)
     try:
         metadata = files[0].metadata
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         hparams = hparams_from_gguf(metadata, tensors)
-        canonical = canonical_from_gguf(path, hparams, tensors)
-        canonical |= tensors_of_metadata(metadata, hparams)
-        canonical |= head_of_gguf(metadata, canonical)
+        canonical = canonical_from_gguf(path, hparams, tensors, of_predictor)
+        if not of_predictor:
+            canonical |= tensors_of_metadata(metadata, hparams)
+            canonical |= head_of_gguf(metadata, canonical)
         return ModelSource(files[0].path, hparams, canonical, files, metadata)
     except BaseException:
         for file in files:
@@ -215,11 +241,12 @@ def _open_gguf(path: Path) -> ModelSource:
         raise
 
 
-def _open_folder(folder: Path) -> ModelSource:
+def _open_folder(folder: Path, of_predictor: bool) -> ModelSource:
     config = read_json_object(folder / "config.json")
     hparams = hparams_from_config(config)
     quantisation = quant_config(config)
-    files = open_safetensors(folder, is_dropped_hf_name, with_raw=quantisation is not None)
+    is_dropped = is_never_read_hf_name if of_predictor else is_dropped_hf_name
+    files = open_safetensors(folder, is_dropped, with_raw=quantisation is not None)
     try:
         tensors: dict[str, TensorRef] = {}
         raw: dict[str, RawTensor] = {}
@@ -230,8 +257,9 @@ def _open_folder(folder: Path) -> ModelSource:
             tensors = assemble(folder, quantisation, tensors, raw)
         if not tensors:
             raise ModelLoadError(f"{folder}: its safetensors files hold no tensors")
-        canonical = canonical_from_hf(folder, hparams, tensors)
-        canonical |= head_of_folder(folder, config, canonical)
+        canonical = canonical_from_hf(folder, hparams, tensors, of_predictor)
+        if not of_predictor:
+            canonical |= head_of_folder(folder, config, canonical)
         return ModelSource(folder, hparams, canonical, files, None)
     except BaseException:
         for file in files:

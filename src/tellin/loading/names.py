@@ -18,6 +18,7 @@ tensors that its architecture did not use, so nothing is dropped in silence.
 ``layers.{i}.mlp.selection.bias``               of experts, to choose by
 ``layers.{i}.self_attn.{k,v}_b_proj.weight``    of latents (`tellin.loading.latent`)
 ``dense_{n}.{weight,bias}``                     layers after pooling
+``layers.{num_hidden_layers}.{enorm,...}``      predicts one token more (`tellin.loading.predictor`)
 =============================================== =================================================
 
 Matrices that a file stacks, one expert on the other, become one tensor per expert: views again.
@@ -26,7 +27,7 @@ Matrices that a file stacks, one expert on the other, become one tensor per expe
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,13 @@ from tellin.loading.hybrid_names import (
     recurrent_tensor,
 )
 from tellin.loading.latent import split_latent
+from tellin.loading.predictor import (
+    GGUF_PREDICTOR,
+    is_predictor_hf_name,
+    only_predictor,
+    own_layers,
+    predictor_layer,
+)
 from tellin.loading.reordered import Order, reordered
 from tellin.loading.tensors import ModelHParams, TensorRef
 
@@ -162,14 +170,8 @@ _HF_GEMMA4 = (
 _HF_PREFIX = re.compile(
     r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.|roberta\.)"
 )
-_HF_CONSTANT = re.compile(
-    r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z"
-    r"|(model\.)?mtp_(block|emb_norm|hidden_norm|linear_proj)\."
-    r"|(model\.)?mtp\."
-)
-"""Constants that old checkpoints store, and layers that predict further tokens (ERNIE, Qwen)."""
-_PREDICTS = re.compile(r"\.(nextn|eh_proj|enorm|hnorm|shared_head)\.")
-"""Parts of the first layer that predicts further tokens, where it follows the model's own."""
+_HF_CONSTANT = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z")
+"""Constants that old checkpoints store."""
 _HF_VISION = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model|connector)\."
 )
@@ -231,18 +233,23 @@ _HF_EXPERTS = (
     (re.compile(r"\.experts\.(\d+)\.w3\."), r".experts.\1.up_proj."),
     (re.compile(r"\.experts\.(gate_up|down)_proj\Z"), r".experts.\1_proj.weight"),
 )
-_NUMBERED_LAYER = re.compile(r"(?:model\.layers|blk)\.(\d+)\.")
 _STACKED = re.compile(
     r"(layers\.\d+\.mlp\.experts)\.((?:gate|up|down|gate_up)_proj\.(weight|bias))\Z"
 )
 
 
 def canonical_from_gguf(
-    path: Path, hparams: ModelHParams, tensors: Mapping[str, TensorRef]
+    path: Path,
+    hparams: ModelHParams,
+    tensors: Mapping[str, TensorRef],
+    of_predictor: bool = False,
 ) -> dict[str, TensorRef]:
-    """A GGUF file's tensors under canonical names."""
+    """A GGUF file's tensors under canonical names.
+
+    ``of_predictor``: those of the layer that predicts one token more, not those of the model's.
+    """
     architecture = hparams.architecture
-    layer_names = _GGUF_LAYER | GGUF_RECURRENT
+    layer_names = _GGUF_LAYER | GGUF_RECURRENT | GGUF_PREDICTOR
     global_names = dict(_GGUF_GLOBAL)
     if architecture in ("lfm2", "lfm2moe"):
         global_names["token_embd_norm"] = "norm"  # what its converter has called it
@@ -284,34 +291,21 @@ def canonical_from_gguf(
             return f"{global_names[match[1]]}.{match[2]}"
         return recurrent_gguf_name(name) or _canonical_head(name)
 
-    return _canonical(path, hparams, _run_layers(hparams, tensors), rename)
+    return _canonical(path, hparams, tensors, rename, of_predictor)
 
 
 def canonical_from_hf(
-    path: Path, hparams: ModelHParams, tensors: Mapping[str, TensorRef]
+    path: Path,
+    hparams: ModelHParams,
+    tensors: Mapping[str, TensorRef],
+    of_predictor: bool = False,
 ) -> dict[str, TensorRef]:
-    """A Hugging Face checkpoint's tensors under canonical names."""
+    """A Hugging Face checkpoint's tensors under canonical names; as `canonical_from_gguf`."""
 
     def rename(name: str) -> str | None:
         return None if is_dropped_hf_name(name) else canonical_hf_name(hparams.architecture, name)
 
-    return _canonical(path, hparams, _run_layers(hparams, tensors), rename)
-
-
-def _run_layers(hparams: ModelHParams, tensors: Mapping[str, TensorRef]) -> Iterable[TensorRef]:
-    """Without the layers that follow the last one in some families: they predict further tokens.
-
-    Others stay, and are refused as unused: a configuration that names too few layers is wrong.
-    """
-    count = hparams.num_hidden_layers
-    has_more = hparams.architecture in ("deepseek2", "glm4moe", "nemotron_h_moe", *GATED_DELTA)
-    if has_more:
-        matches = (_NUMBERED_LAYER.match(name) for name in tensors if _PREDICTS.search(name))
-        has_more = any(match is not None and int(match[1]) == count for match in matches)
-    for name, tensor in tensors.items():
-        match = _NUMBERED_LAYER.match(name) if has_more else None
-        if match is None or int(match[1]) < count:
-            yield tensor
+    return _canonical(path, hparams, tensors, rename, of_predictor)
 
 
 def canonical_hf_name(architecture: str, name: str) -> str:
@@ -343,6 +337,11 @@ def _canonical_head(name: str) -> str:
 
 def is_dropped_hf_name(name: str) -> bool:
     """Whether a checkpoint's tensor is of no use to its text model, whatever its type."""
+    return is_predictor_hf_name(name) or is_never_read_hf_name(name)
+
+
+def is_never_read_hf_name(name: str) -> bool:
+    """The same, if the layer that predicts one token more is wanted."""
     patterns = (_HF_CONSTANT, _HF_VISION, _HF_OTHER)
     return any(pattern.match(name) is not None for pattern in patterns)
 
@@ -360,11 +359,13 @@ def is_vision_hf_name(name: str) -> bool:
 def _canonical(
     path: Path,
     hparams: ModelHParams,
-    tensors: Iterable[TensorRef],
+    tensors: Mapping[str, TensorRef],
     rename: Callable[[str], str | None],
+    of_predictor: bool,
 ) -> dict[str, TensorRef]:
     named: dict[str, TensorRef] = {}
-    for tensor in tensors:
+    layers = predictor_layer if of_predictor else own_layers
+    for tensor in layers(hparams, tensors):
         name = rename(tensor.name)
         if name is None:
             continue
@@ -374,7 +375,7 @@ def _canonical(
                 if part_name in named:
                     raise ModelLoadError(f"{path}: two tensors mean {part_name!r}")
                 named[part_name] = replace(part, name=part_name)
-    return named
+    return only_predictor(hparams, named) if of_predictor else named
 
 
 def _split_stacked(

@@ -84,6 +84,7 @@ def build_plan(
     fuse: bool = True,
     pooling: bool = False,
     max_lora_rank: int | None = None,
+    all_hidden: bool = False,
 ) -> Plan:
     """Record the plan of a model.
 
@@ -94,6 +95,7 @@ def build_plan(
             buffer per value; it computes the same values.
         pooling: end with the hidden states; what makes logits of them is left out.
         max_lora_rank: let LoRA adapters of at most this rank change linear layers; None = none.
+        all_hidden: hidden states of all tokens are wanted beside the logits (`build_predictor`).
 
     Raises:
         UnsupportedModelError: no such architecture, or a variant of it that is not supported.
@@ -107,8 +109,27 @@ def build_plan(
             f"supported are {', '.join(supported_architectures())}"
         )
     plan: Plan = import_module(f"tellin.models.{module_name}").record(
-        PlanBuilder(source, max_model_len, pooling)
+        PlanBuilder(source, max_model_len, pooling, all_hidden)
     )
     if max_lora_rank is not None:
         plan = with_lora(plan, max_lora_rank)
+    return optimize(plan) if fuse else plan
+
+
+def build_predictor(
+    source: WeightSource, *, max_model_len: int | None = None, fuse: bool = True
+) -> Plan:
+    """Record the plan of a model's layer that predicts one token more (`tellin.models.predictor`).
+
+    Args:
+        source: of that layer, see `tellin.loading.open_predictor`.
+        max_model_len, fuse: as for `build_plan`.
+
+    Raises:
+        UnsupportedModelError: layers of this architecture do not run.
+        ModelLoadError: a tensor is missing or has the wrong shape.
+    """
+    from tellin.models import predictor
+
+    plan = predictor.record(PlanBuilder(source, max_model_len))
     return optimize(plan) if fuse else plan

@@ -11,7 +11,6 @@ Source: DeepSeek-AI 2024 (DeepSeek-V2), sections 2.1 and 2.2; DeepSeek-V3, secti
 from __future__ import annotations
 
 from tellin.exceptions import ModelLoadError
-from tellin.loading.tensors import LatentAttention
 from tellin.models.parts import embed_tokens, experts_mlp, gated_mlp, lm_head
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan, RotaryTable
@@ -22,22 +21,24 @@ LATENT_EPS = 1e-6
 
 
 def record(b: PlanBuilder) -> Plan:
-    latent = b.hparams.latent
-    if latent is None:
-        raise ModelLoadError(f"{b.source.path}: the dimensions of latent attention are missing")
     rope = rotary_table(b.hparams, b.max_model_len)
     x = embed_tokens(b)
     for i in range(b.hparams.num_hidden_layers):
-        h = b.rms_norm(x, f"layers.{i}.input_layernorm")
-        x = b.add(x, attention(b, h, f"layers.{i}.self_attn", latent, rope))
-        h = b.rms_norm(x, f"layers.{i}.post_attention_layernorm")
-        x = b.add(x, mlp(b, h, f"layers.{i}.mlp"))
+        x = layer(b, x, f"layers.{i}", rope)
     return lm_head(b, x)
 
 
-def attention(
-    b: PlanBuilder, x: Buffer, name: str, latent: LatentAttention, rope: RotaryTable
-) -> Buffer:
+def layer(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable) -> Buffer:
+    h = b.rms_norm(x, f"{name}.input_layernorm")
+    x = b.add(x, attention(b, h, f"{name}.self_attn", rope))
+    h = b.rms_norm(x, f"{name}.post_attention_layernorm")
+    return b.add(x, mlp(b, h, f"{name}.mlp"))
+
+
+def attention(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable) -> Buffer:
+    latent = b.hparams.latent
+    if latent is None:
+        raise ModelLoadError(f"{b.source.path}: the dimensions of latent attention are missing")
     rank, rope_dim = latent.rank, latent.rope_dim
     q = b.rope(queries(b, x, name), rope, offset=latent.nope_dim)
     q = b.head_linear(q, f"{name}.k_b_proj", rank)

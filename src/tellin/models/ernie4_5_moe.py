@@ -17,11 +17,15 @@ def record(b: PlanBuilder) -> Plan:
     rope = rotary_table(b.hparams, b.max_model_len)
     x = embed_tokens(b)
     for i in range(b.hparams.num_hidden_layers):
-        h = b.rms_norm(x, f"layers.{i}.input_layernorm")
-        x = b.add(x, attention(b, h, f"layers.{i}.self_attn", rope))
-        h = b.rms_norm(x, f"layers.{i}.post_attention_layernorm")
-        x = b.add(x, mlp(b, h, f"layers.{i}.mlp"))
+        x = layer(b, x, f"layers.{i}", rope)
     return lm_head(b, x)
+
+
+def layer(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable) -> Buffer:
+    h = b.rms_norm(x, f"{name}.input_layernorm")
+    x = b.add(x, attention(b, h, f"{name}.self_attn", rope))
+    h = b.rms_norm(x, f"{name}.post_attention_layernorm")
+    return b.add(x, mlp(b, h, f"{name}.mlp"))
 
 
 def attention(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable) -> Buffer:

@@ -14,6 +14,8 @@ UNUSED = ("lm_head.",)
 """Copies that some files carry although the head is tied to the embedding, or not wanted."""
 UNUSED_WHEN_POOLING = (*UNUSED, "classifier.")
 """A classifier's head works on pooled states, after the plan."""
+DRAFTS_BEFORE_NORM = ("qwen2",)
+"""Whose layers that predict a further token go on from states before the last norm (MiMo)."""
 
 
 def embed_tokens(b: PlanBuilder) -> Buffer:
@@ -113,23 +115,37 @@ def lm_head(b: PlanBuilder, x: Buffer) -> Plan:
 
     Where hidden states are wanted and no logits, it ends with the norm.
     """
-    return logits_of(b, b.rms_norm(b.gather_rows(x), "norm"))
+    if not b.all_hidden:
+        return logits_of(b, b.rms_norm(b.gather_rows(x), "norm"))
+    if b.hparams.architecture in DRAFTS_BEFORE_NORM:
+        return logits_of(b, b.rms_norm(b.gather_rows(x), "norm"), x)
+    hidden = b.rms_norm(x, "norm")
+    return logits_of(b, b.gather_rows(hidden), hidden)
 
 
-def logits_of(b: PlanBuilder, hidden: Buffer) -> Plan:
-    """Output matrix, for rows ``hidden`` whose norm is made; ends the plan as `lm_head` does."""
+def logits_of(b: PlanBuilder, last: Buffer, hidden: Buffer | None = None) -> Plan:
+    """Output matrix, for rows ``last`` whose norm is made; ends the plan as `lm_head` does.
+
+    ``hidden``: the hidden states that the plan gives, if others than ``last``.
+    """
     hp = b.hparams
+    hidden = hidden or last
     if b.pooling:
         return b.finish(hidden, hidden, ignore=UNUSED_WHEN_POOLING)
-    head = "embed_tokens" if hp.tie_word_embeddings else "lm_head"
-    logits = b.linear(hidden, head)
-    if logits.width < hp.vocab_size:
-        raise ModelLoadError(
-            f"{b.source.path}: {head}.weight has {logits.width} rows for a vocabulary of "
-            f"{hp.vocab_size} tokens"
-        )
+    logits = vocab_linear(b, last, "embed_tokens" if hp.tie_word_embeddings else "lm_head")
     if hp.logit_scale != 1:
         b.scale(logits, hp.logit_scale)
     if hp.final_logit_softcapping is not None:
         b.softcap(logits, hp.final_logit_softcapping)
     return b.finish(logits, hidden, ignore=UNUSED if hp.tie_word_embeddings else ())
+
+
+def vocab_linear(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    """Logits of the whole vocabulary."""
+    logits = b.linear(x, name)
+    if logits.width < b.hparams.vocab_size:
+        raise ModelLoadError(
+            f"{b.source.path}: {name}.weight has {logits.width} rows for a vocabulary of "
+            f"{b.hparams.vocab_size} tokens"
+        )
+    return logits

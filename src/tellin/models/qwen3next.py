@@ -20,14 +20,20 @@ def record(b: PlanBuilder) -> Plan:
     rope = rotary_table(b.hparams, b.max_model_len)
     x = embed_tokens(b)
     for i, kind in enumerate(b.hparams.layer_types):
-        h = b.rms_norm(x, f"layers.{i}.input_layernorm")
-        if kind == "full_attention":
-            x = b.add(x, attention(b, h, f"layers.{i}.self_attn", rope))
-        else:
-            x = b.add(x, linear_attention(b, h, f"layers.{i}.linear_attn"))
-        h = b.rms_norm(x, f"layers.{i}.post_attention_layernorm")
-        x = b.add(x, mlp(b, h, f"layers.{i}.mlp"))
+        x = layer(b, x, f"layers.{i}", rope, kind)
     return lm_head(b, x)
+
+
+def layer(
+    b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable, kind: str = "full_attention"
+) -> Buffer:
+    h = b.rms_norm(x, f"{name}.input_layernorm")
+    if kind == "full_attention":
+        x = b.add(x, attention(b, h, f"{name}.self_attn", rope))
+    else:
+        x = b.add(x, linear_attention(b, h, f"{name}.linear_attn"))
+    h = b.rms_norm(x, f"{name}.post_attention_layernorm")
+    return b.add(x, mlp(b, h, f"{name}.mlp"))
 
 
 def attention(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable) -> Buffer:

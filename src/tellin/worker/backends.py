@@ -84,7 +84,10 @@ def open_backend(config: EngineConfig, path: Path) -> Backend:
     """
     from tellin import loading, models
 
-    model, parallel = config.model_config, config.parallel_config
+    model, spec = config.model_config, config.speculative_config
+    drafts_itself = spec is not None and spec.method == "mtp"
+    if drafts_itself:
+        loading.open_predictor(path).close()  # missing, it is missed before the weights are packed
     source = loading.open_model(path)
     try:
         backend: Backend = backend_class(model.backend)(
@@ -95,16 +98,24 @@ def open_backend(config: EngineConfig, path: Path) -> Backend:
                 max_lora_rank=None
                 if config.lora_config is None
                 else config.lora_config.max_lora_rank,
+                all_hidden=drafts_itself,
             ),
-            num_threads=parallel.num_threads or config.settings.num_threads,
-            isa=config.settings.isa,
-            activation_precision=model.activation_precision,
-            kv_cache_dtype=config.cache_config.kv_cache_dtype,
-            block_size=config.cache_config.block_size,
+            **backend_options(config),
         )
     finally:
         source.release_pages()
     return backend
+
+
+def backend_options(config: EngineConfig) -> dict[str, Any]:
+    """What a backend is made with, besides its plan."""
+    return {
+        "num_threads": config.parallel_config.num_threads or config.settings.num_threads,
+        "isa": config.settings.isa,
+        "activation_precision": config.model_config.activation_precision,
+        "kv_cache_dtype": config.cache_config.kv_cache_dtype,
+        "block_size": config.cache_config.block_size,
+    }
 
 
 def backend_class(name: str) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tellin.exceptions import EngineError
+from tellin.kernels.batch import StepBatch
 from tellin.kernels.sampler import Sampler, SampleResult, SampleRows
 from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from tellin.worker.backends import (
@@ -80,7 +81,7 @@ class ModelRunner:
         self.processors = LogitsProcessors(config, self.sampler)
         self.thinking = ThinkingBudgets(config.reasoning_config, self.num_ids, model.logprobs_mode)
         self.batch = InputBatch(track_outputs=self.processors.engine_wide)
-        self.drafter = make_drafter(config, self.batch)
+        self.drafter = make_drafter(config, self.batch, backend)
         self.pooler = None
         if model.pooler_config is not None:
             self.pooler = Pooler(model.pooler_config, classifier, dense)
@@ -157,7 +158,7 @@ class ModelRunner:
         if self.lora is not None:
             self.lora.forget_slots()
         if self.drafter is not None:
-            self.drafter.reopen()
+            self.drafter.reopen(backend)
 
     def replace_backend(self, backend: Backend) -> None:
         """Go on with a wrapper of the backend, or without one: same weights, same pool."""
@@ -378,6 +379,9 @@ class ModelRunner:
         step = with_given(step, self.given.gather([state], starts, counts, self.backend))
         step = with_rope(step, [state], starts, counts)
         self._fill(rows, self.backend.forward(step), 0)
+        self._follow(slots, step)
+        if self.drafter is not None and self.drafter.needs_hidden:
+            self.drafter.propose(_range(0), _range(0))
 
     def _fill(self, rows: PromptRows, logits: Float32Array, first: int) -> None:
         """Fill a table from the rows of the last pass's logits that begin at ``first``."""
@@ -408,6 +412,7 @@ class ModelRunner:
             if steady_output is not None:
                 self._steady = steady
                 steady_output.model_time_s = seconds + time.perf_counter() - started
+                self._follow(steady.slots, inputs.step)
                 self._draft(step, steady.states, steady_output)
                 return steady_output
             result = steady.result
@@ -430,6 +435,7 @@ class ModelRunner:
             states = self.batch.row_states
             sampled = zip(inputs.sample_rows.tolist(), kept.kept, strict=True)
             going_on = [states[row] for row, run in sampled if run]
+            self._follow(steady.slots if steady is not None else self.batch.row_slots, inputs.step)
             self._draft(step, [s for s in going_on if s.req_id not in output.errors], output)
         if steady is None:
             self._start_steady(step, inputs, output)
@@ -534,7 +540,9 @@ class ModelRunner:
     ) -> None:
         """Draft for requests that got an id and go on, if drafts are wanted."""
         num_drafts = step.num_spec_tokens_to_schedule
-        if self.drafter is None or num_drafts == 0 or not states:
+        if self.drafter is None:
+            return
+        if (num_drafts == 0 or not states) and not self.drafter.needs_hidden:
             return
         started = time.perf_counter()
         limits = [step.spec_token_limits.get(state.req_id, num_drafts) for state in states]
@@ -547,6 +555,11 @@ class ModelRunner:
             state.req_id: ids for state, ids in zip(states, drafts, strict=True) if ids
         }
         output.draft_time_s = time.perf_counter() - started
+
+    def _follow(self, slots: Int32Array, step: StepBatch) -> None:
+        """Show a drafter that wants them the hidden states of the pass that has just run."""
+        if self.drafter is not None and self.drafter.needs_hidden and len(slots):
+            self.drafter.follow(slots, step, self.backend.hidden())
 
 
 def _range(count: int) -> Int32Array:

@@ -15,17 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from tellin.exceptions import InvalidParameterError
+from tellin.kernels.batch import StepBatch
 from tellin.kernels.drafting import SuffixDrafter, propose_ngram
 from tellin.worker.input_batch import InputBatch, RequestState
 
 if TYPE_CHECKING:
     from tellin.config import EngineConfig
+    from tellin.worker.backends import Backend
 
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 
 
 class Drafter(ABC):
     """Proposes ids for requests that have just been sampled."""
+
+    needs_hidden = False
+    """Whether `follow` and then `propose`, be it of nothing, must be called after every pass."""
 
     def __init__(self, batch: InputBatch, max_model_len: int) -> None:
         self.batch = batch
@@ -35,6 +41,10 @@ class Drafter(ABC):
         """``[n]`` most ids that each slot can still take, of ``num_drafts`` that are wanted."""
         room = self.max_model_len - self.batch.num_tokens[slots]
         return np.maximum(np.minimum(room, num_drafts), 0).astype(np.int32)
+
+    def follow(self, slots: Int32Array, step: StepBatch, hidden: Float32Array) -> None:
+        """The target has run ``step``, whose requests have these slots; see `needs_hidden`."""
+        return
 
     @abstractmethod
     def propose(self, slots: Int32Array, num_drafts: Int32Array) -> list[list[int]]:
@@ -64,8 +74,8 @@ class Drafter(ABC):
         """Give all memory back."""
         return
 
-    def reopen(self) -> None:
-        """Undo `release`, pool excepted."""
+    def reopen(self, target: Backend) -> None:
+        """Undo `release`, pool excepted; the target's backend is a new one."""
         return
 
 
@@ -121,7 +131,7 @@ class SuffixTreeDrafter(Drafter):
         self._suffixes.add_finished(batch.token_ids[slot, start:end])
 
 
-def make_drafter(config: EngineConfig, batch: InputBatch) -> Drafter | None:
+def make_drafter(config: EngineConfig, batch: InputBatch, target: Backend) -> Drafter | None:
     """Drafter for ``config.speculative_config``; None if there is none.
 
     Raises:
@@ -151,8 +161,12 @@ def make_drafter(config: EngineConfig, batch: InputBatch) -> Drafter | None:
         from tellin.worker.draft_model import make_draft_model
 
         return make_draft_model(config, batch)
+    if spec.method == "mtp":
+        from tellin.worker.mtp import make_predictor
+
+        return make_predictor(config, batch, target)
     raise InvalidParameterError(
-        f"speculative_config.method must be ngram, suffix or draft_model, got {spec.method!r}",
+        f"speculative_config.method must be ngram, suffix, draft_model or mtp, got {spec.method!r}",
         parameter="speculative_config",
         value=spec.method,
     )

@@ -42,7 +42,7 @@ class SteadyDecode:
         slots = np.array([state.slot for state in self.states], np.int32)
         known = batch.num_tokens[slots]
         max_len = int(known.max())
-        self._slots = slots
+        self.slots = slots
         self._lens = known - 1  # ids before the one to be sampled; `advance` moves it on
         self._next_computed = (known - 1).tolist()
         self._num_steps = 0
@@ -144,6 +144,6 @@ class SteadyDecode:
         if self.result.status.any():
             return None
         batch, tokens = self._batch, self.result.tokens
-        batch.token_ids[self._slots, self._lens] = tokens
-        batch.num_tokens[self._slots] = self._lens + 1
+        batch.token_ids[self.slots, self._lens] = tokens
+        batch.num_tokens[self.slots] = self._lens + 1
         return ModelRunnerOutput(self._req_ids, [[token] for token in tokens.tolist()])

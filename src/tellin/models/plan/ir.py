@@ -118,7 +118,8 @@ class Embed(Op):
     ``rest_is_first``: the table may end before the vocabulary does; ids behind it take row 0.
 
     A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; a
-    plan with tables of different widths takes no such rows.
+    plan with tables of different widths takes no such rows. After an `Input`, to which they belong
+    then, every id is looked up.
     """
 
     weight: TensorRef
@@ -548,6 +549,7 @@ class Plan:
     states ``[num_tokens, hidden_size]`` of an encoder (then ``hidden`` is the same buffer).
     ``hidden`` is the buffer of final hidden states (after the last norm) that pooling reads: in a
     generator it has logit rows, so a pooler asks for the rows it needs through ``logits_indices``.
+    It has token rows where a layer drafts that wants all of them (`tellin.models.predictor`).
     ``buffers[i].id == i``; several operations may write one buffer.
     """
 

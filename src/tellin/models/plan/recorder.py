@@ -42,13 +42,21 @@ class WeightSource(Protocol):
 
 
 class Recorder:
-    """Weights, buffers and the end of a plan that is being recorded from ``source``."""
+    """Weights, buffers and the end of a plan that is being recorded from ``source``.
+
+    ``all_hidden``: a generator's hidden states are wanted of every token.
+    """
 
     def __init__(
-        self, source: WeightSource, max_model_len: int | None = None, pooling: bool = False
+        self,
+        source: WeightSource,
+        max_model_len: int | None = None,
+        pooling: bool = False,
+        all_hidden: bool = False,
     ) -> None:
         self.source = source
         self.pooling = pooling
+        self.all_hidden = all_hidden
         self.hparams = source.hparams
         self.max_model_len = max_model_len
         self._ops: list[ir.Op] = []
