@@ -31,7 +31,8 @@ class StepBatch:
     adapter_slots: npt.NDArray[np.int32] | None = None
     """``[R]`` slot of each request's LoRA adapter, -1 = none; None = no request has one."""
     embeds: npt.NDArray[np.float32] | None = None
-    """``[E, width]`` float32: rows that are given instead of looked up."""
+    """``[E, Plan.given_width]``: rows that are given instead of looked up; of wider ones the
+    first values, and the rest is added later."""
     embed_rows: npt.NDArray[np.int32] | None = None
     """``[E]`` the step's rows that ``embeds`` stands for, ascending."""
     token_types: npt.NDArray[np.int32] | None = None
@@ -48,3 +49,6 @@ class StepBatch:
     """
     rope_positions: npt.NDArray[np.int32] | None = None
     """``[3, T]`` what rotary tables with axes turn by; None = three times ``positions``."""
+    window_starts: npt.NDArray[np.int32] | None = None
+    """``[W + 1]`` parts of requests that windowed attention sees, as ``query_start_loc``; a request
+    begins with one."""

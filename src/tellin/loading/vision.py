@@ -4,7 +4,8 @@ The text half of the same folder is opened by `open_model`; either may be opened
 Weights are views of the files, except a position table that the class row was added to.
 
 Canonical names are the text models' where there is one; ``patch_embed.{weight,bias}`` and
-``pre_layernorm`` stand before the layers, ``projector_1`` and ``projector_2`` after them.
+``pre_layernorm`` stand before the layers, ``projector_1`` and ``projector_2`` after them. For rows
+of layers in between ``tap_{n}`` has a ``norm`` and such a projector of its own.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class EncoderPart:
 class VisionSource:
     """An opened image encoder: ``hparams``, and ``tower`` and ``projector`` to record plans from.
 
-    ``position_table`` is what `VisionHParams.takes_grids` asks for, else None.
+    ``position_table`` is what is stretched over a picture, if the encoder has that. ``taps`` are
+    the projectors of `VisionHParams.tapped_layers`.
 
     `close` lets go of the files; tensors that are still held stay valid.
     """
@@ -85,9 +87,9 @@ class VisionSource:
         self.path = path
         self.hparams = hparams
         tensors = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
-        is_projector = re.compile(r"projector_\d\.")
+        is_projector = re.compile(r"(projector|tap)_\d+\.")
         tower = {k: v for k, v in tensors.items() if not is_projector.match(k)}
-        projector = {k: v for k, v in tensors.items() if is_projector.match(k)}
+        projector = {k: v for k, v in tensors.items() if k.startswith("projector_")}
         self.position_table: Float32Array | None = None
         if hparams.takes_grids:
             grid = prepare_grid_tower(path, tower, hparams)
@@ -96,11 +98,21 @@ class VisionSource:
             tower = self._prepared(tower)
         self.tower = EncoderPart(path, hparams.tower, tower)
         act = hparams.projector_act or hparams.tower.hidden_act
-        self.projector = EncoderPart(
-            path,
-            replace(hparams.tower, hidden_size=hparams.text_hidden_size, hidden_act=act),
-            projector,
-        )
+        own = replace(hparams.tower, hidden_size=hparams.text_hidden_size, hidden_act=act)
+        self.projector = EncoderPart(path, own, projector)
+        taps: list[dict[str, TensorRef]] = [{} for _ in hparams.tapped_layers]
+        for name, tensor in tensors.items():
+            tap, _, rest = name.partition(".")
+            if not tap.startswith("tap_"):
+                continue
+            index = int(tap.removeprefix("tap_"))
+            if index >= len(taps):
+                raise ModelLoadError(
+                    f"{path}: tensor {tensor.name!r} is of a projector that the image encoder "
+                    f"does not have; it has {len(taps)} for layers in between"
+                )
+            taps[index][rest] = tensor
+        self.taps = tuple(EncoderPart(path, own, part) for part in taps)
         self._files = tuple(files)
 
     def release_pages(self) -> None:

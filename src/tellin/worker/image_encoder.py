@@ -1,6 +1,6 @@
 """`ImageEncoder`: from the pixels of pictures to rows that the text model reads as embeddings.
 
-Owns two backends, for the tower and for the projector. It knows no requests and keeps nothing:
+Owns a backend for the tower and one for each projector. It knows no requests and keeps nothing:
 `tellin.worker.image_inputs` does. A tile's rows depend on its own pixels only, so they have the
 same bits whatever is encoded with it.
 """
@@ -53,17 +53,21 @@ class ImageEncoder:
         **options: Any,
     ) -> None:
         self._pixel_table = pixel_table
-        tower, projector = build_vision_plans(source)
+        tower, projector, *taps = build_vision_plans(source)
         self.hparams: VisionHParams = source.hparams
         self._position_table = source.position_table
         self._tower: Backend = backend(tower, **options)
         self._projector: Backend = backend(projector, **options)
+        self._taps: list[Backend] = [backend(tap, **options) for tap in taps]
         source.release_pages()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights."""
-        return sum(int(b.info["weight_bytes"]) for b in (self._tower, self._projector))
+        return sum(int(backend.info["weight_bytes"]) for backend in self._backends())
+
+    def _backends(self) -> tuple[Backend, ...]:
+        return self._tower, self._projector, *self._taps
 
     def encode(self, pixels: Pixels, grid: Grid | None = None) -> Float32Array:
         """Encode the tiles of a picture, or of several.
@@ -74,7 +78,7 @@ class ImageEncoder:
             grid: rows and columns of the result, for an encoder that takes tiles of any shape.
 
         Returns:
-            ``[num_tiles * rows of a tile, hidden size of the text model]``.
+            ``[num_tiles * rows of a tile, VisionHParams.row_width]``.
 
         Raises:
             EngineError: the pixels have another shape than this encoder takes.
@@ -88,7 +92,7 @@ class ImageEncoder:
             self._encode(self._floats(pixels[i : i + per_pass]), positions)
             for i in range(0, len(pixels), per_pass)
         ]
-        width = self.hparams.text_hidden_size
+        width = self.hparams.row_width
         return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
 
     def _floats(self, pixels: Pixels) -> Float32Array:
@@ -134,8 +138,8 @@ class ImageEncoder:
 
     def close(self) -> None:
         """Give the weights' memory back."""
-        self._tower.close()
-        self._projector.close()
+        for backend in self._backends():
+            backend.close()
 
     def _encode(self, pixels: Float32Array, positions: npt.NDArray[np.int32]) -> Float32Array:
         hp = self.hparams
@@ -156,20 +160,42 @@ class ImageEncoder:
     def _encode_grid(self, pixels: Float32Array, grid: Grid) -> Float32Array:
         """A tile ``[num_patches, patch_dim]`` of any shape."""
         hp = self.hparams
-        if self._position_table is None:
-            raise EngineError("the image encoder has no table of positions")
         group = hp.group_side
         coordinates = grid_coordinates(grid, group)
-        shape = grid[0] * group, grid[1] * group
-        rows = np.concatenate([pixels, stretch(self._position_table, coordinates, shape)], axis=1)
+        rows, cuts, order = pixels, None, None
+        if self._position_table is not None:
+            shape = grid[0] * group, grid[1] * group
+            places = stretch(self._position_table, coordinates, shape)
+            rows = np.concatenate([pixels, places], axis=1)
+        if hp.window_side:
+            order, sizes = window_order(grid, hp.window_side)
+            rows, coordinates = (
+                x.reshape(len(order), group**2, -1)[order].reshape(x.shape)
+                for x in (rows, coordinates)
+            )
+            cuts = np.concatenate([[0], np.cumsum(sizes * group**2)]).astype(np.int32)
         count = len(rows)
+        numbers, starts = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
+        turned = np.ascontiguousarray(np.stack([numbers, *coordinates.T]), np.int32)
+        step = replace(_given(rows, numbers, starts), rope_positions=turned, window_starts=cuts)
+        projected = self._project(np.array(self._tower.forward(step)))
+        if order is None:
+            return projected
+        result = np.empty_like(projected)
+        result[order] = projected
+        return result
+
+    def _project(self, states: Float32Array) -> Float32Array:
+        """Rows for the text model of the tower's: of each projector, one behind the other."""
+        hp = self.hparams
+        hidden, size = hp.tower.hidden_size, hp.group_side**2
+        count = len(states) // size
         order, starts = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
-        turned = np.stack([order, *coordinates.T]).astype(np.int32)
-        step = replace(_given(rows, order, starts), rope_positions=turned)
-        states = np.ascontiguousarray(self._tower.forward(step))
-        groups = states.reshape(-1, hp.tower.hidden_size * group**2)
-        starts = np.array([0, len(groups)], np.int32)
-        return np.array(self._projector.forward(_given(groups, order[: len(groups)], starts)))
+        parts = []
+        for i, projector in enumerate(self._backends()[1:]):
+            groups = states[:, i * hidden : (i + 1) * hidden].reshape(count, size * hidden)
+            parts.append(np.array(projector.forward(_given(groups, order, starts))))
+        return np.concatenate(parts, axis=1)
 
 
 def grid_coordinates(grid: Grid, group: int) -> npt.NDArray[np.int32]:
@@ -177,6 +203,21 @@ def grid_coordinates(grid: Grid, group: int) -> npt.NDArray[np.int32]:
     square = np.indices((grid[0] * group, grid[1] * group), np.int32)
     blocks = square.reshape(2, grid[0], group, grid[1], group).transpose(1, 3, 2, 4, 0)
     return np.ascontiguousarray(blocks).reshape(-1, 2)
+
+
+def window_order(grid: Grid, window: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Groups of a grid, window by window, and how many each window has.
+
+    Windows are squares of ``window`` groups from the upper left corner on; those at the lower and
+    right edges hold what is left.
+    """
+    numbers = np.arange(grid[0] * grid[1]).reshape(grid)
+    windows = [
+        numbers[row : row + window, column : column + window].reshape(-1)
+        for row in range(0, grid[0], window)
+        for column in range(0, grid[1], window)
+    ]
+    return np.concatenate(windows), np.array([len(part) for part in windows])
 
 
 def stretch(

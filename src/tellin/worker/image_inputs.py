@@ -33,7 +33,7 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass
 class _Output:
-    """What is known of a picture's rows, ``[num_embeds, hidden_size]``: those of ``done`` tiles."""
+    """What is known of a picture's rows, ``[num_embeds, row_width]``: those of ``done`` tiles."""
 
     rows: Float32Array
     rows_per_tile: int
@@ -118,7 +118,7 @@ class ImageInputs:
                 f"the encoder makes {count} rows of it, but the prompt has "
                 f"{feature.num_embeds} places"
             )
-        rows = np.empty((count, encoder.hparams.text_hidden_size), np.float32)
+        rows = np.empty((count, encoder.hparams.row_width), np.float32)
         return _Output(rows, per_tile, [False] * len(feature.data))
 
     def _rows(self, feature: MultiModalFeature, first: int, end: int) -> Float32Array:

@@ -117,9 +117,9 @@ class Embed(Op):
 
     ``rest_is_first``: the table may end before the vocabulary does; ids behind it take row 0.
 
-    A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; a
-    plan with tables of different widths takes no such rows. After an `Input`, to which they belong
-    then, every id is looked up.
+    A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; of a
+    wider one the first values count. A plan with tables of different widths takes no such rows.
+    After an `Input`, to which they belong then, every id is looked up.
     """
 
     weight: TensorRef
@@ -133,6 +133,17 @@ class Input(Op):
     """``out[t]`` is the caller's row for token t (`StepBatch.embeds`); every row must be given."""
 
     out: Buffer
+
+
+@dataclass(frozen=True)
+class AddGiven(Op):
+    """``x[t] += given[start : start + x.width]`` in place, for rows that the caller gives.
+
+    Others stay as they are. Source: Meng et al. 2024 (DeepStack), section 3.
+    """
+
+    x: Buffer
+    start: int
 
 
 @dataclass(frozen=True)
@@ -348,7 +359,8 @@ class Attention(Op):
     a window the positions ``(p - sliding_window, p + sliding_window)`` of it; the request must be
     scheduled in one step, the cache is neither written nor read, and ``layer`` is -1. ``sinks``
     ``(num_heads,)``: one more score per head in the softmax's denominator, that of a position
-    without a value. Source of sinks: OpenAI 2025 (gpt-oss model card), section 2.
+    without a value. Source of sinks: OpenAI 2025 (gpt-oss model card), section 2. ``windowed``, if
+    not causal: a query sees its part of the request, which `StepBatch.window_starts` cuts.
     """
 
     q: Buffer
@@ -365,6 +377,7 @@ class Attention(Op):
     causal: bool = True
     sinks: TensorRef | None = None
     value_dim: int | None = None
+    windowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -563,6 +576,15 @@ class Plan:
     hidden: Buffer | None = None
     state_layers: tuple[StateLayer, ...] = ()
     """By number, what the recurrences keep of a request."""
+
+    @property
+    def given_width(self) -> int:
+        """Values of a row that the caller gives (`StepBatch.embeds`)."""
+        return max(
+            op.start + op.x.width if isinstance(op, AddGiven) else op.writes[0].width
+            for op in self.ops
+            if isinstance(op, Embed | Input | AddGiven)
+        )
 
     @property
     def lora_sites(self) -> dict[str, tuple[int, int]]:
