@@ -122,6 +122,7 @@ def test_a_text_model_refuses_images(server: Server) -> None:
     assert "no image encoder" in reply.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_model_of_any_shapes(tmp_path: Path) -> None:
     """Pictures of Qwen3-VL in a conversation; films are the client's fault."""
     model = write_qwen_vl(tmp_path / "qwen", "qwen3_vl")

@@ -252,7 +252,7 @@ def _find_gguf(model: Path, mmproj: Path) -> VisionFiles:
     try:
         metadata = files[0].metadata
         hparams = gguf_vision_hparams(model, metadata)
-        return VisionFiles(mmproj, hparams, gguf_image_settings(metadata))
+        return VisionFiles(mmproj, hparams, gguf_image_settings(metadata, hparams))
     finally:
         for file in files:
             file.close()

@@ -1,9 +1,10 @@
 """Image encoders in GGUF files of their own: ``mmproj-*.gguf`` beside a text model's file.
 
-Reads those whose projector is Idefics3's, so SmolVLM's: the text model's vocabulary has a token for
-an image. It knows names and keys; the tensors themselves are `tellin.loading.vision`'s.
+Reads those whose projector is Idefics3's, so SmolVLM's, or one of Qwen's: the text model's
+vocabulary has a token for an image. It knows names and keys; the tensors themselves are
+`tellin.loading.vision`'s.
 
-Source: key and tensor names of the gguf package (0.17), conventions of the reference converter.
+Source: key and tensor names of the gguf package (0.19), conventions of the reference converter.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from tellin.loading.hparams import check_hparams
 from tellin.loading.names import is_mmproj_name
 from tellin.loading.tensors import ModelHParams, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
+from tellin.loading.vision_gguf_qwen import (
+    QWEN_IMAGE_TOKEN,
+    QWEN_PROJECTORS,
+    gguf_grid_hparams,
+    gguf_grid_settings,
+)
 from tellin.loading.vision_hparams import VisionHParams
 
 _IMAGE_TOKEN = "<image>"
@@ -27,12 +34,18 @@ _NAMES = (
     (re.compile(r"v\.position_embd\."), "embed_positions."),
     (re.compile(r"v\.post_ln\."), "norm."),
     (re.compile(r"mm\.model\.fc\."), "projector_1."),
+    (re.compile(r"mm\.0\."), "projector_1."),
+    (re.compile(r"mm\.2\."), "projector_2."),
     (re.compile(r"v\.blk\.(\d+)\.ln1\."), r"layers.\1.input_layernorm."),
     (re.compile(r"v\.blk\.(\d+)\.ln2\."), r"layers.\1.post_attention_layernorm."),
     (re.compile(r"v\.blk\.(\d+)\.attn_([qkv])\."), r"layers.\1.self_attn.\2_proj."),
+    (re.compile(r"v\.blk\.(\d+)\.attn_qkv\."), r"layers.\1.self_attn.qkv_proj."),
     (re.compile(r"v\.blk\.(\d+)\.attn_out\."), r"layers.\1.self_attn.o_proj."),
-    (re.compile(r"v\.blk\.(\d+)\.ffn_(up|down)\."), r"layers.\1.mlp.\2_proj."),
+    (re.compile(r"v\.blk\.(\d+)\.ffn_(gate|up|down)\."), r"layers.\1.mlp.\2_proj."),
 )
+
+_TAP = re.compile(r"v\.deepstack\.(\d+)\.(norm|fc1|fc2)\.(weight|bias)\Z")
+_TAP_PARTS = {"norm": "norm", "fc1": "projector_1", "fc2": "projector_2"}
 
 
 def mmproj_files(model: Path) -> list[Path]:
@@ -56,14 +69,18 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
     kind = metadata.get_str(
         "clip.projector_type", metadata.get_str("clip.vision.projector_type", "mlp")
     )
-    if metadata.get_str("general.architecture") != "clip" or kind != "idefics3":
+    known = ("idefics3", *QWEN_PROJECTORS)
+    if metadata.get_str("general.architecture") != "clip" or kind not in known:
         raise UnsupportedModelError(
             f"{path}: an image encoder with projector {kind!r} is not supported in GGUF; "
-            "supported is idefics3 (SmolVLM); limit_mm_per_prompt={'image': 0} runs the text model"
+            f"supported are {', '.join(known)}; limit_mm_per_prompt={{'image': 0}} runs the text "
+            "model"
         )
+    if kind in QWEN_PROJECTORS:
+        return gguf_grid_hparams(metadata, kind, *_text_model(model, QWEN_IMAGE_TOKEN))
     if metadata.get_bool("clip.use_silu", False):
         raise UnsupportedModelError(f"{path}: an image encoder with silu is not supported")
-    text, token_id = _text_model(model)
+    text, token_id = _text_model(model, _IMAGE_TOKEN)
     keys = "clip.vision"
     hidden = metadata.get_int(f"{keys}.embedding_length")
     heads = metadata.get_int(f"{keys}.attention.head_count")
@@ -105,12 +122,14 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
     )
 
 
-def gguf_image_settings(metadata: TypedMapping) -> TypedMapping:
+def gguf_image_settings(metadata: TypedMapping, hparams: VisionHParams) -> TypedMapping:
     """How pictures are prepared, under the names of a ``preprocessor_config.json``.
 
     Files that do not say how large a picture becomes are of models whose pictures are four tiles
     long.
     """
+    if hparams.takes_grids:
+        return gguf_grid_settings(metadata)
     tile = metadata.get_int("clip.vision.image_size")
     settings = {
         "max_image_size": {"longest_edge": tile},
@@ -126,10 +145,10 @@ def canonical_gguf_vision(
     tensors: dict[str, TensorRef], hparams: VisionHParams
 ) -> dict[str, TensorRef]:
     """Tensors under canonical names."""
-    named = {_canonical(name): tensor for name, tensor in tensors.items()}
+    named = {_canonical(name, hparams): tensor for name, tensor in tensors.items()}
     up = named.get("layers.0.mlp.up_proj.weight")
-    inner = hparams.tower.intermediate_size
-    if up is None or up.shape[0] == inner or up.shape[-1] != inner:
+    hidden = hparams.tower.hidden_size
+    if up is None or up.shape[-1] == hidden or up.shape[0] != hidden:
         return named
     # Older files call the two matrices of an MLP by each other's name.
     swap = {"up_proj": "down_proj", "down_proj": "up_proj"}
@@ -139,7 +158,7 @@ def canonical_gguf_vision(
     }
 
 
-def _text_model(model: Path) -> tuple[ModelHParams, int]:
+def _text_model(model: Path, image_token: str) -> tuple[ModelHParams, int]:
     """Hyperparameters of a text model, and the id of its token for an image."""
     files = gguf.open_gguf(model)
     try:
@@ -149,14 +168,17 @@ def _text_model(model: Path) -> tuple[ModelHParams, int]:
     finally:
         for file in files:
             file.close()
-    if _IMAGE_TOKEN not in tokens:
+    if image_token not in tokens:
         raise UnsupportedModelError(
-            f"{model}: an image encoder lies beside it, but its vocabulary has no {_IMAGE_TOKEN}"
+            f"{model}: an image encoder lies beside it, but its vocabulary has no {image_token}"
         )
-    return hparams, tokens.index(_IMAGE_TOKEN)
+    return hparams, tokens.index(image_token)
 
 
-def _canonical(name: str) -> str:
+def _canonical(name: str, hparams: VisionHParams) -> str:
+    tap = _TAP.match(name)
+    if tap and int(tap[1]) in hparams.tapped_layers:
+        return f"tap_{hparams.tapped_layers.index(int(tap[1]))}.{_TAP_PARTS[tap[2]]}.{tap[3]}"
     for pattern, replacement in _NAMES:
         name, count = pattern.subn(replacement, name, count=1)
         if count:

@@ -72,8 +72,13 @@ def prepare_grid_tower(path: Path, tensors: dict[str, TensorRef], hp: VisionHPar
     tensors = dict(tensors)
     hidden = hp.tower.hidden_size
     size, frames = hp.patch_size, hp.num_frames
-    patches = _take(path, tensors, "patch_embed.weight", (hidden, 3, frames, size, size))
-    weights = patches.sum(axis=2, dtype=np.float32).reshape(hidden, hp.patch_dim)
+    if "patch_embed.weight.1" in tensors:  # GGUF has a matrix per frame
+        parts = ("patch_embed.weight", "patch_embed.weight.1")
+        patches = np.stack([_take(path, tensors, name, (hidden, 3, size, size)) for name in parts])
+    else:
+        patches = _take(path, tensors, "patch_embed.weight", (hidden, 3, frames, size, size))
+        patches = np.moveaxis(patches, 2, 0)
+    weights = patches.sum(axis=0, dtype=np.float32).reshape(hidden, hp.patch_dim)
     table = None
     if hp.table_side:
         weights = np.concatenate([weights, np.eye(hidden, dtype=np.float32)], axis=1)

@@ -1,0 +1,70 @@
+"""Image encoders of Qwen's models in GGUF files: the same as the folders they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.kernels.native import NativeBackend
+from tellin.loading import load_image_processor
+from tests.models.qwen_vl import CASES, Prompt, write_qwen_vl
+from tests.models.qwen_vl_gguf import write_pair
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_as_the_folder(tmp_path: Path, case: str) -> None:
+    """Pixels, rows and logits, bit for bit."""
+    model = write_pair(tmp_path / "gguf", case)
+    ours, theirs = Prompt(model), Prompt(write_qwen_vl(tmp_path / "hf", case))
+    assert ours.ids == theirs.ids
+    for found, expected in zip(ours.images, theirs.images, strict=True):
+        np.testing.assert_array_equal(found.pixels, expected.pixels)
+    rows = ours.rows(NativeBackend)
+    np.testing.assert_array_equal(rows, theirs.rows(NativeBackend))
+    logits = theirs.logits(NativeBackend, rows)
+    np.testing.assert_array_equal(ours.logits(NativeBackend, rows), logits)
+
+
+def test_sizes_of_pictures(tmp_path: Path) -> None:
+    """8 to 4096 rows of 8 x 8 pixels, or as the file says."""
+    model = write_pair(tmp_path, "qwen3_vl")
+    processor = load_image_processor(model)
+    assert processor is not None
+    assert processor.max_tokens_per_image == 4096
+    limits = {"clip.vision.image_min_pixels": 640, "clip.vision.image_max_pixels": 20480}
+    write_pair(tmp_path, "qwen3_vl", **limits)
+    processor = load_image_processor(model)
+    assert processor is not None
+    assert processor.max_tokens_per_image == 320
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("qwen2_vl", {"clip.projector_type": "qwen3vl_merger"}, "does not go with a text model"),
+        ("qwen3_vl", {"clip.projector_type": "qwen2vl_merger"}, "does not go with a text model"),
+        ("qwen2_5_vl", {"clip.use_silu": False}, "clip.use_silu is False"),
+        ("qwen2_vl", {"clip.use_gelu": True}, "clip.use_gelu is True"),
+        ("qwen2_5_vl", {"clip.vision.n_wa_pattern": 0}, "n_wa_pattern is 0"),
+        ("qwen2_5_vl", {"clip.vision.window_size": 7}, "a window of 7 pixels"),
+        ("qwen2_vl", {"clip.vision.attention.head_count": 3}, "does not divide into fours"),
+        ("qwen2_vl", {"clip.vision.patch_size": 0}, "patch_size 0"),
+        ("qwen3_vl", {"clip.vision.image_size": 3}, "0 patches"),
+        (
+            "qwen3_vl",
+            {"clip.vision.is_deepstack_layers": np.array([True, False, False, False])},
+            "names 1 layers, but the text model takes rows of 2",
+        ),
+        ("qwen3_vl", {"clip.vision.is_deepstack_layers": np.array([True, True])}, "has 2 entries"),
+    ],
+)
+def test_files_that_do_not_fit(
+    tmp_path: Path, case: str, changes: dict[str, Any], message: str
+) -> None:
+    model = write_pair(tmp_path, case, **changes)
+    with pytest.raises((ModelLoadError, UnsupportedModelError), match=message):
+        load_image_processor(model, tmp_path / "mmproj-model.gguf")
