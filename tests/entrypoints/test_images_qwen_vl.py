@@ -159,7 +159,12 @@ def test_listings(models: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     ("case", "part", "values", "message"),
     [
-        ("qwen2_vl", "", {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 3]}}, "makes 7"),
+        (
+            "qwen2_vl",
+            "",
+            {"rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 3]}},
+            "makes 7",
+        ),
         ("qwen2_vl", "", {"rope_scaling": {"type": "mrope", "mrope_section": [8]}}, "three sizes"),
         ("qwen2_5_vl", "vision_config", {"fullatt_block_indexes": [1, 4]}, "has layer 4"),
         ("qwen2_5_vl", "vision_config", {"window_size": 7}, "window_size is 7"),
@@ -217,14 +222,13 @@ def test_like_transformers(models: dict[str, Path], case: str) -> None:
     for kind in (NativeBackend, ReferenceBackend):
         rows = prompt.rows(kind)
         np.testing.assert_allclose(rows, theirs["rows"], rtol=0, atol=5e-5)
-        np.testing.assert_allclose(
-            prompt.logits(kind, rows), theirs["logits"], rtol=0, atol=1e-4
-        )
+        np.testing.assert_allclose(prompt.logits(kind, rows), theirs["logits"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{}, {"min_pixels": 3136, "max_pixels": 12845056}, {"size": {"longest_edge": 60000}}]
+    "settings",
+    [{}, {"min_pixels": 3136, "max_pixels": 12845056}, {"size": {"longest_edge": 60000}}],
 )
 def test_pixels_of_the_models_own_sizes(tmp_path: Path, settings: dict[str, Any]) -> None:
     """Patches of 14 pixels, and settings as the models' files have them."""

@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tellin import LLM, SamplingParams
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.kernels.native import NativeBackend
 from tellin.loading import load_image_processor
-from tests.models.qwen_vl import CASES, Prompt, write_qwen_vl
-from tests.models.qwen_vl_gguf import write_pair
+from tests.loading.gguf_writer import write_gguf
+from tests.models import gated_delta, qwen_images, vision
+from tests.models.qwen_vl import CASES, FLOATS, PAD, PICTURES, Prompt, write_qwen_vl
+from tests.models.qwen_vl_gguf import tower_metadata, tower_tensors, vocabulary, write_pair
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -27,6 +30,37 @@ def test_the_same_as_the_folder(tmp_path: Path, case: str) -> None:
     np.testing.assert_array_equal(rows, theirs.rows(NativeBackend))
     logits = theirs.logits(NativeBackend, rows)
     np.testing.assert_array_equal(ours.logits(NativeBackend, rows), logits)
+
+
+def test_qwen35(tmp_path: Path) -> None:
+    """Its encoder is Qwen3-VL's without rows of layers in between."""
+    folder = qwen_images.write_qwen(tmp_path / "hf")
+    keys = vocabulary() | {"qwen35.vocab_size": vision.VOCAB}
+    (tmp_path / "gguf").mkdir()
+    model = gated_delta.write_tiny_gguf(
+        tmp_path / "gguf" / "model.gguf", "qwen35", vocab=vision.VOCAB, keys=keys
+    )
+    tensors: dict[str, np.ndarray] = {}
+    for name, values in qwen_images.tower_arrays().items():
+        tensors |= tower_tensors("qwen3_vl", name, values)
+    metadata = tower_metadata("qwen3_vl") | {
+        "clip.vision.block_count": qwen_images.DEPTH,
+        "clip.vision.image_size": qwen_images.SIDE * qwen_images.PATCH,
+        "clip.vision.is_deepstack_layers": np.array([False] * qwen_images.DEPTH),
+        "clip.vision.image_mean": np.array([0.5] * 3, np.float32),
+        "clip.vision.image_std": np.array([0.5] * 3, np.float32),
+    }
+    write_gguf(tmp_path / "gguf" / "mmproj-model.gguf", metadata, tensors)
+    ours, theirs = Prompt(model), Prompt(folder)
+    assert ours.ids == theirs.ids
+    np.testing.assert_array_equal(ours.rows(NativeBackend), theirs.rows(NativeBackend))
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompt = {"prompt": f"{PAD} and {PAD}?", "multi_modal_data": {"image": list(PICTURES)}}
+    texts = []
+    for path in (model, folder):
+        with LLM(str(path), num_threads=1, num_kv_blocks=32, max_model_len=128, **FLOATS) as llm:
+            texts.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
 
 
 def test_sizes_of_pictures(tmp_path: Path) -> None:

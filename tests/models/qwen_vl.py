@@ -27,7 +27,8 @@ HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 96, 3, 4, 2, 16
 WIDTH, TOWER_INNER, DEPTH, PATCH, SIDE = 32, 48, 4, 4, 5
 IMAGE_TOKEN_ID = vision.IMAGE_TOKEN_ID
 PAD = "<|image_pad|>"
-CASES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+CASES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+EXPERTS, EXPERT_INNER = 4, 24
 TAPPED = (0, 2)
 """Layers of Qwen3-VL's tower whose rows go to the first layers of the text model."""
 Shapes = dict[str, tuple[int, ...]]
@@ -102,6 +103,10 @@ def config(case: str) -> dict[str, Any]:
                 "rope_type": "default", "mrope_section": [3, 3, 2], "mrope_interleaved": True,
             },
         }  # fmt: skip
+    if case == "qwen3_vl_moe":
+        text |= {
+            "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_INNER,
+        }  # fmt: skip
     values = {"model_type": case, "image_token_id": IMAGE_TOKEN_ID, "vision_config": tower}
     if case.startswith("qwen3"):
         return {**values, "text_config": text, "tie_word_embeddings": False}
@@ -123,7 +128,8 @@ def arrays(case: str) -> dict[str, np.ndarray]:
             is_norm = "norm" in name or ".ln_q." in name
             values = 0.2 * values + (1 if is_norm and name.endswith("weight") else 0)
         elif "embed_tokens" not in name and "pos_embed" not in name:
-            values *= 1.3 / np.sqrt(np.prod(shape[1:]))
+            inputs = shape[1] if ".experts." in name else np.prod(shape[1:])
+            values *= 1.3 / np.sqrt(inputs)
         found[name] = values.astype(np.float32)
     return found
 
@@ -174,6 +180,13 @@ def _text_shapes(case: str) -> Shapes:
             elif part != "v":
                 shapes[f"{attn}.{part}_norm.weight"] = (HEAD_DIM,)
         shapes[f"{attn}.o_proj.weight"] = (HIDDEN, q)
+        if case == "qwen3_vl_moe":  # its files have a row for each input
+            shapes |= {
+                f"{mlp}.gate.weight": (EXPERTS, HIDDEN),
+                f"{mlp}.experts.gate_up_proj": (EXPERTS, HIDDEN, 2 * EXPERT_INNER),
+                f"{mlp}.experts.down_proj": (EXPERTS, EXPERT_INNER, HIDDEN),
+            }
+            continue
         shapes |= {f"{mlp}.{part}_proj.weight": (INNER, HIDDEN) for part in ("gate", "up")}
         shapes[f"{mlp}.down_proj.weight"] = (HIDDEN, INNER)
     return shapes

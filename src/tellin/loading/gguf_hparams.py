@@ -66,7 +66,7 @@ _INTERLEAVED = (
 )
 """Families whose rotated pairs are neighbours: by nature (GLM-4), or because their converter
 permutes the rows of q and k."""
-_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
+_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
 """Of models that see pictures: the architecture of their text model."""
 _EXPERT_VARIANTS = {
     "expert_gating_func": (0.0, 1.0, 2.0),  # not told, softmax, sigmoid
@@ -219,7 +219,8 @@ class _Reader:
                     f"supported are {' and '.join(f'{one:g}' for one in allowed)}"
                 )
         # Qwen2-MoE and OLMoE take the weights as they are; files of the others need not say more.
-        normalizes = architecture in (*NORMALIZES_EXPERTS, "lfm2moe", "qwen3moe", "qwen3next")
+        others = ("lfm2moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
+        normalizes = architecture in (*NORMALIZES_EXPERTS, *others)
         return replace(
             hparams,
             architecture=architecture,

@@ -106,10 +106,19 @@ _TEXT_PARTS: dict[str, tuple[str, float]] = {
     "qwen2_vl": ("qwen2", 1e6),
     "qwen2_5_vl": ("qwen2", 1e6),
     "qwen3_vl": ("qwen3", 5e5),
+    "qwen3_vl_moe": ("qwen3_moe", 5e5),
     "qwen3_5": ("qwen3_5_text", 1e4),
     "qwen3_5_moe": ("qwen3_5_moe_text", 1e4),
 }
 """Models that see: ``model_type`` of their text model, its ``rope_theta``."""
+
+_QWEN3_VL_MOE = {
+    "norm_topk_prob": True,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+}
+"""What its text model leaves out."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -228,7 +237,13 @@ def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
     tied = config.get_bool("tie_word_embeddings", tied)
     return TypedMapping(
         config.path,
-        {"rope_theta": theta, **given, "model_type": kind, "tie_word_embeddings": tied},
+        {
+            "rope_theta": theta,
+            **(_QWEN3_VL_MOE if model_type == "qwen3_vl_moe" else {}),
+            **given,
+            "model_type": kind,
+            "tie_word_embeddings": tied,
+        },
     )
 
 

@@ -18,9 +18,9 @@ from tellin.loading.tensors import ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
 
 _IN_BLOCKS = ("qwen2_vl", "qwen2_5_vl")
-_INTERLEAVED = ("qwen3_vl",)
+_INTERLEAVED = ("qwen3_vl", "qwen3_vl_moe")
 _GGUF_IN_BLOCKS = ("qwen2vl",)
-_GGUF_INTERLEAVED = ("qwen3vl", "qwen35", "qwen35moe")
+_GGUF_INTERLEAVED = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
 DEEPSTACK = "deepstack_visual_indexes"
 DEEPSTACK_LAYERS = (8, 16, 24)
 """Layers of Qwen3-VL's tower whose rows the text model gets, where the configuration is silent."""

@@ -21,7 +21,7 @@ from tellin.loading.typed_mapping import TypedMapping
 
 TILED_MODELS = ("idefics3", "smolvlm")
 """``model_type`` of models that cut a picture into tiles."""
-GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_5_moe")
+GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """``model_type`` of models whose pictures keep their shape."""
 VISION_MODELS = (*TILED_MODELS, "llava", *GRID_MODELS)
 """``model_type`` of all models with an image encoder that runs here."""

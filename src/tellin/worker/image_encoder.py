@@ -169,10 +169,8 @@ class ImageEncoder:
             rows = np.concatenate([pixels, places], axis=1)
         if hp.window_side:
             order, sizes = window_order(grid, hp.window_side)
-            rows, coordinates = (
-                x.reshape(len(order), group**2, -1)[order].reshape(x.shape)
-                for x in (rows, coordinates)
-            )
+            rows = _in_order(rows, order)
+            coordinates = _in_order(coordinates, order)
             cuts = np.concatenate([[0], np.cumsum(sizes * group**2)]).astype(np.int32)
         count = len(rows)
         numbers, starts = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
