@@ -418,8 +418,7 @@ void bind_runtime(nb::module_& m) {
                                 windowed);
           },
           "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
-          "window"_a, "softcap"_a, "causal"_a, "sinks"_a = -1, "value_dim"_a = 0,
-          "windowed"_a = false)
+          "window"_a, "softcap"_a, "causal"_a, "sinks"_a = -1, "value_dim"_a = 0, "windowed"_a = false)
       .def(
           "add_state_layer",
           [](BoundProgram& p, int64_t num_values) { return p.program.add_state_layer(num_values); },

@@ -42,7 +42,7 @@ struct StepInput {
   const int32_t* adapter_slots = nullptr;  // [num_requests], -1 = no adapter; nullptr = no request has one
   // [num_embeds, embed_width], given instead of looked up; what is wider than an embedding is added later
   const float* embeds = nullptr;
-  const int32_t* embed_rows = nullptr;     // [num_embeds], ascending
+  const int32_t* embed_rows = nullptr;  // [num_embeds], ascending
   int64_t num_embeds = 0;
   int64_t embed_width = 0;
   const int32_t* token_types = nullptr;  // [num_tokens]; nullptr = all 0

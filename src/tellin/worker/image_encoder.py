@@ -203,6 +203,11 @@ def grid_coordinates(grid: Grid, group: int) -> npt.NDArray[np.int32]:
     return np.ascontiguousarray(blocks).reshape(-1, 2)
 
 
+def _in_order(rows: npt.NDArray[Any], groups: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """``rows`` with their groups, of equally many rows each, in another order."""
+    return rows.reshape(len(groups), -1, rows.shape[1])[groups].reshape(rows.shape)
+
+
 def window_order(grid: Grid, window: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Groups of a grid, window by window, and how many each window has.
 
