@@ -176,7 +176,7 @@ class ImageEncoder:
         numbers, starts = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
         turned = np.ascontiguousarray(np.stack([numbers, *coordinates.T]), np.int32)
         step = replace(_given(rows, numbers, starts), rope_positions=turned, window_starts=cuts)
-        projected = self._project(np.array(self._tower.forward(step)))
+        projected = self._project(self._tower.forward(step))
         if order is None:
             return projected
         result = np.empty_like(projected)
