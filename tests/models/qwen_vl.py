@@ -224,7 +224,7 @@ class Prompt:
         assert source is not None
         table = self.processor.pixel_table
         encoder = ImageEncoder(source, kind, pixel_table=table, activation_precision="float32")
-        return np.concatenate([encoder.encode(image.values, image.grid) for image in self.images])
+        return np.concatenate([encoder.encode(image.values, image.shapes) for image in self.images])
 
     def logits(self, kind: Any, rows: np.ndarray, chunk: int | None = None) -> np.ndarray:
         """Logits of all tokens; in steps of ``chunk`` tokens."""

@@ -232,7 +232,9 @@ class MultiModalProcessor:
                 f"images must not contain {self.placeholder!r}, and prompts must not be truncated",
                 parameter="prompt",
             )
-        items = MultiModalItems(data=[], hashes=[], placeholders=[], embed_runs=[], grids=[])
+        items = MultiModalItems(
+            data=[], hashes=[], placeholders=[], embed_runs=[], grids=[], shapes=[]
+        )
         start = 0
         for image in images:
             own = places[start : start + image.image.num_embeds]
@@ -242,6 +244,7 @@ class MultiModalProcessor:
             items["placeholders"].append((own[0], own[-1] + 1 - own[0]))
             items["embed_runs"].append(_runs(own))
             items["grids"].append(image.image.grid)
+            items["shapes"].append(image.image.shapes)
             if image.image.grid is not None and len(items["embed_runs"][-1]) > 1:
                 raise InvalidParameterError(
                     "the prompt has other tokens among the placeholders of an image; this model "

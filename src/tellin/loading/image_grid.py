@@ -88,7 +88,7 @@ class GridImageProcessor:
         grid = height // self._block, width // self._block
         count = grid[0] * grid[1]
         return ProcessedImage(
-            patches[None], self.pixel_table, self.placeholder * count, count, grid
+            patches[None], self.pixel_table, self.placeholder * count, count, grid, [grid]
         )
 
     def _scaled_size(self, width: int, height: int) -> tuple[int, int]:

@@ -43,6 +43,9 @@ class ProcessedImage:
     """Placeholders in ``prompt``: rows that the encoder makes."""
     grid: tuple[int, int] | None = None
     """Rows and columns of them, for a model that counts its positions in two dimensions."""
+    shapes: list[tuple[int, int]] | None = None
+    """Rows and columns of what each tile becomes, where tiles have shapes of their own; what is
+    behind a tile's own patches is unused."""
 
     @property
     def pixels(self) -> npt.NDArray[np.float32]:

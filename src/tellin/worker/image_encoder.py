@@ -8,6 +8,7 @@ same bits whatever is encoded with it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,23 +70,29 @@ class ImageEncoder:
     def _backends(self) -> tuple[Backend, ...]:
         return self._tower, self._projector, *self._taps
 
-    def encode(self, pixels: Pixels, grid: Grid | None = None) -> Float32Array:
+    def encode(self, pixels: Pixels, shapes: Sequence[Grid] | None = None) -> Float32Array:
         """Encode the tiles of a picture, or of several.
 
         Args:
             pixels: ``[num_tiles, num_patches, patch_dim]``: floats, or bytes that the table
                 explains; see `tellin.loading.images.ProcessedImage`.
-            grid: rows and columns of the result, for an encoder that takes tiles of any shape.
+            shapes: rows and columns of each tile's result, for an encoder that takes tiles of any
+                shape.
 
         Returns:
-            ``[num_tiles * rows of a tile, VisionHParams.row_width]``.
+            ``[rows of all tiles, VisionHParams.row_width]``.
 
         Raises:
             EngineError: the pixels have another shape than this encoder takes.
         """
-        self.check(pixels, grid)
-        if grid is not None:
-            return self._encode_grid(self._floats(pixels)[0], grid)
+        self.check(pixels, shapes)
+        if shapes is not None:
+            size = self.hparams.group_side**2
+            tiles = [
+                self._encode_grid(self._floats(tile[: rows * columns * size]), (rows, columns))
+                for tile, (rows, columns) in zip(pixels, shapes, strict=True)
+            ]
+            return np.concatenate(tiles)
         positions = tile_positions(self.hparams, _side(pixels))
         per_pass = max(1, _ROWS_PER_PASS // len(positions))
         parts = [
@@ -102,27 +109,21 @@ class ImageEncoder:
             raise EngineError("pixels came as bytes, but nothing says what they mean")
         return normalise(np.asarray(pixels, np.uint8), self._pixel_table)
 
-    def rows_per_tile(self, pixels: Pixels) -> int:
+    def rows_of_tiles(self, pixels: Pixels, shapes: Sequence[Grid] | None = None) -> list[int]:
         """Rows that `encode` makes of each tile."""
-        if self.hparams.takes_grids:
-            return int(pixels.shape[1]) // self.hparams.group_side**2
-        return self.hparams.embeds_per_tile(_side(pixels))
+        if shapes is not None:
+            return [rows * columns for rows, columns in shapes]
+        return [self.hparams.embeds_per_tile(_side(pixels))] * len(pixels)
 
-    def check(self, pixels: Pixels, grid: Grid | None = None) -> None:
+    def check(self, pixels: Pixels, shapes: Sequence[Grid] | None = None) -> None:
         """Refuse pixels that `encode` cannot take.
 
         Raises:
             EngineError: they have another shape than this encoder takes.
         """
         hp = self.hparams
-        if hp.takes_grids or grid is not None:
-            rows, columns = grid or (0, 0)
-            wanted = (1, rows * columns * hp.group_side**2, hp.patch_dim)
-            if not hp.takes_grids or min(rows, columns) < 1 or pixels.shape != wanted:
-                raise EngineError(
-                    f"pixels have shape {pixels.shape} and a grid of {grid}, which this image "
-                    "encoder does not take"
-                )
+        if hp.takes_grids or shapes is not None:
+            self._check_shapes(pixels, shapes or ())
             return
         side = _side(pixels) if pixels.ndim == 3 else 0
         if pixels.ndim != 3 or pixels.shape[2] != hp.patch_dim or pixels.shape[1] != side**2:
@@ -134,6 +135,17 @@ class ImageEncoder:
             raise EngineError(
                 f"tiles are {side} patches wide; the image encoder takes at most {hp.table_side}, "
                 f"in groups of {hp.group_side}"
+            )
+
+    def _check_shapes(self, pixels: Pixels, shapes: Sequence[Grid]) -> None:
+        hp = self.hparams
+        areas = [rows * columns if min(rows, columns) > 0 else 0 for rows, columns in shapes]
+        fits = pixels.ndim == 3 and (len(pixels), pixels.shape[2]) == (len(areas), hp.patch_dim)
+        room = pixels.shape[1] // hp.group_side**2 if fits else 0
+        if not hp.takes_grids or not areas or not 1 <= min(areas) <= max(areas) <= room:
+            raise EngineError(
+                f"pixels have shape {pixels.shape} and tiles of {list(shapes)} rows and columns, "
+                "which this image encoder does not take"
             )
 
     def close(self) -> None:
