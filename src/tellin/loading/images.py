@@ -84,8 +84,9 @@ class ImageProcessor(Protocol):
 
 
 _OPTIONS = (
-    "do_image_splitting", "image_mean", "image_std", "max_image_size", "max_pixels", "min_pixels",
-    "resample", "rescale_factor", "size",
+    "do_image_splitting", "image_mean", "image_std", "max_image_size", "max_image_tokens",
+    "max_pixels", "max_tiles", "min_image_tokens", "min_pixels", "min_tiles", "resample",
+    "rescale_factor", "size", "use_thumbnail",
 )  # fmt: skip
 """Settings that a user may change."""
 
@@ -108,6 +109,7 @@ def load_image_processor(
     """
     from tellin.loading.image_crop import CroppedImageProcessor
     from tellin.loading.image_grid import GridImageProcessor
+    from tellin.loading.image_mixed import MixedImageProcessor
     from tellin.loading.image_tiles import TiledImageProcessor
 
     found = find_vision(path, mmproj)
@@ -119,7 +121,8 @@ def load_image_processor(
     if options:
         settings = _changed(settings, options)
     if hparams.takes_grids:
-        return GridImageProcessor(hparams, settings)
+        kind = GridImageProcessor if hparams.turns else MixedImageProcessor
+        return kind(hparams, settings)
     if hparams.has_class_row:
         return CroppedImageProcessor(hparams, settings)
     return TiledImageProcessor(hparams, settings)

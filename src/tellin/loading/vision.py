@@ -4,8 +4,8 @@ The text half of the same folder is opened by `open_model`; either may be opened
 Weights are views of the files, except a position table that the class row was added to.
 
 Canonical names are the text models' where there is one; ``patch_embed.{weight,bias}`` and
-``pre_layernorm`` stand before the layers, ``projector_1`` and ``projector_2`` after them. For rows
-of layers in between ``tap_{n}`` has a ``norm`` and such a projector of its own.
+``pre_layernorm`` stand before the layers, ``projector_norm``, ``projector_1`` and ``projector_2``
+after them; ``tap_{n}`` has such a projector of its own, for rows of a layer in between.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tellin.loading.vision_gguf import (
     mmproj_files,
 )
 from tellin.loading.vision_hparams import VisionHParams, vision_hparams
+from tellin.loading.vision_naflex import prepare_naflex_tower
 from tellin.loading.vision_qwen import Float32Array, canonical_qwen_name, prepare_grid_tower
 
 logger = logging.getLogger("tellin.loading")
@@ -55,6 +56,7 @@ _NAMES = (
     (re.compile(r"encoder\.layers\.(\d+)\.mlp\.fc2\."), r"layers.\1.mlp.down_proj."),
     (re.compile(r"encoder\.layers\."), "layers."),
     (re.compile(r"modality_projection\.proj\."), "projector_1."),
+    (re.compile(r"\Alayer_norm\."), "projector_norm."),
     (re.compile(r"linear_([12])\."), r"projector_\1."),
 )
 
@@ -87,18 +89,23 @@ class VisionSource:
         self.path = path
         self.hparams = hparams
         tensors = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
-        is_projector = re.compile(r"(projector|tap)_\d+\.")
-        tower = {k: v for k, v in tensors.items() if not is_projector.match(k)}
+        tower = {k: v for k, v in tensors.items() if not k.startswith(("projector_", "tap_"))}
         projector = {k: v for k, v in tensors.items() if k.startswith("projector_")}
         self.position_table: Float32Array | None = None
         if hparams.takes_grids:
-            grid = prepare_grid_tower(path, tower, hparams)
+            prepare = prepare_grid_tower if hparams.turns else prepare_naflex_tower
+            grid = prepare(path, tower, hparams)
             tower, self.position_table = grid.tensors, grid.position_table
         else:
             tower = self._prepared(tower)
         self.tower = EncoderPart(path, hparams.tower, tower)
         act = hparams.projector_act or hparams.tower.hidden_act
-        own = replace(hparams.tower, hidden_size=hparams.text_hidden_size, hidden_act=act)
+        own = replace(
+            hparams.tower,
+            hidden_size=hparams.text_hidden_size,
+            hidden_act=act,
+            norm_eps=hparams.projector_norm_eps or hparams.tower.norm_eps,
+        )
         self.projector = EncoderPart(path, own, projector)
         taps: list[dict[str, TensorRef]] = [{} for _ in hparams.tapped_layers]
         for name, tensor in tensors.items():
@@ -236,7 +243,7 @@ def open_vision(path: Path, mmproj: Path | None = None) -> VisionSource | None:
     try:
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         if found.path.is_dir():
-            canonical = canonical_qwen_name if found.hparams.takes_grids else _canonical
+            canonical = canonical_qwen_name if found.hparams.turns else _canonical
             tensors = {canonical(name): tensor for name, tensor in tensors.items()}
         else:
             tensors = canonical_gguf_vision(tensors, found.hparams)

@@ -45,7 +45,7 @@ _NAMES = (
 )
 
 _TAP = re.compile(r"v\.deepstack\.(\d+)\.(norm|fc1|fc2)\.(weight|bias)\Z")
-_TAP_PARTS = {"norm": "norm", "fc1": "projector_1", "fc2": "projector_2"}
+_TAP_PARTS = {"norm": "projector_norm", "fc1": "projector_1", "fc2": "projector_2"}
 
 
 def mmproj_files(model: Path) -> list[Path]:

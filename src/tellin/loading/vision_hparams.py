@@ -23,7 +23,7 @@ TILED_MODELS = ("idefics3", "smolvlm")
 """``model_type`` of models that cut a picture into tiles."""
 GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """``model_type`` of models whose pictures keep their shape."""
-VISION_MODELS = (*TILED_MODELS, "llava", *GRID_MODELS)
+VISION_MODELS = (*TILED_MODELS, "llava", *GRID_MODELS, "lfm2_vl")
 """``model_type`` of all models with an image encoder that runs here."""
 
 _ACTIVATIONS = {
@@ -60,13 +60,21 @@ class VisionHParams:
     num_frames: int = 1
     """Frames of a film that a patch spans; a picture is as many equal ones."""
     takes_grids: bool = False
-    """A picture is one tile of any shape, whose patches turn by row and column (Qwen)."""
+    """Tiles have any shape (Qwen, LFM2-VL)."""
     window_side: int = 0
     """Groups on a side of the squares that most layers attend within; 0: all see all patches."""
     full_layers: tuple[int, ...] = ()
     """Layers that see all patches though others have windows."""
     tapped_layers: tuple[int, ...] = ()
     """Layers whose rows become rows for the text model, too (DeepStack)."""
+
+    projector_norm_eps: float | None = None
+    """Of a norm before the projector's matrices; None: there is none."""
+
+    @property
+    def turns(self) -> bool:
+        """Patches turn by row and column (Qwen)."""
+        return self.takes_grids and self.tower.architecture != "siglip2"
 
     @property
     def patch_dim(self) -> int:
@@ -102,6 +110,8 @@ def vision_hparams(config: TypedMapping, text: ModelHParams) -> VisionHParams | 
         hparams = _tiled(config, vision, text)
     elif model_type in GRID_MODELS:
         hparams = _grid(config, vision, text)
+    elif model_type == "lfm2_vl":
+        hparams = _naflex(config, vision, text)
     else:
         hparams = _llava(config, vision, text)
     check_hparams(config.path, hparams.tower)
@@ -286,6 +296,46 @@ def _layers(
     return tuple(int(layer) for layer in layers)
 
 
+def _naflex(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> VisionHParams:
+    """LFM2-VL's tower, a SigLIP for tiles of any shape."""
+    num_rows = vision.get_int("num_patches", 256)
+    side = math.isqrt(max(num_rows, 0))
+    patch_size = vision.get_int("patch_size", 16)
+    group_side = config.get_int("downsample_factor", 2)
+    if side**2 != num_rows or not 1 <= side <= 1024 or not 1 <= patch_size <= 64:
+        raise ModelLoadError(
+            f"{config.path}: vision_config has num_patches {num_rows}, which must be a square, "
+            f"and patch_size {patch_size}"
+        )
+    if not 1 <= group_side <= 64:
+        raise ModelLoadError(f"{config.path}: downsample_factor is {group_side}")
+    layer = config.get_int("vision_feature_layer", -1)
+    if layer != -1:
+        raise UnsupportedModelError(
+            f"{config.path}: vision_feature_layer is {layer}, which is not supported; supported "
+            "is -1, the last"
+        )
+    given = {"num_attention_heads": 12, **{k: v for k, v in vision.items() if v is not None}}
+    tower = _tower(
+        TypedMapping(config.path, given), "siglip2", num_rows, 768, "gelu_pytorch_tanh", 1e-6
+    )
+    has_norm = config.get_bool("projector_use_layernorm", True)
+    return VisionHParams(
+        tower=tower,
+        patch_size=patch_size,
+        num_channels=vision.get_int("num_channels", 3),
+        table_side=side,
+        group_side=group_side,
+        has_class_row=False,
+        keeps_class_row=False,
+        projector_act=_activation(config, "projector_hidden_act", "gelu"),
+        text_hidden_size=text.hidden_size,
+        image_token_id=config.get_int("image_token_id", 396),
+        takes_grids=True,
+        projector_norm_eps=1e-5 if has_norm else None,
+    )
+
+
 def _sizes(vision: TypedMapping, image_size: int, patch_size: int) -> tuple[int, int]:
     image_size = vision.get_int("image_size", image_size)
     patch_size = vision.get_int("patch_size", patch_size)
@@ -300,8 +350,9 @@ def _tower(
     vision: TypedMapping, architecture: str, num_rows: int, hidden: int, act: str, eps: float
 ) -> ModelHParams:
     """Dimensions of a tower; what the configuration leaves out is its class's default."""
-    heads, layers = (16, 12) if architecture == "siglip" else (16, 24)
-    inner = 3072 if architecture == "siglip" else 4096
+    is_siglip = architecture.startswith("siglip")
+    heads, layers = (16, 12) if is_siglip else (16, 24)
+    inner = 3072 if is_siglip else 4096
     hidden = vision.get_int("hidden_size", hidden)
     num_heads = vision.get_int("num_attention_heads", heads)
     if num_heads < 1 or hidden % num_heads:

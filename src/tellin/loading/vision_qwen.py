@@ -32,7 +32,7 @@ _NAMES = (
     (re.compile(r"\Amerger\.mlp\.0\."), "projector_1."),
     (re.compile(r"\Amerger\.mlp\.2\."), "projector_2."),
     (re.compile(r"\Adeepstack_merger_list\.(\d+)\.linear_fc([12])\."), r"tap_\1.projector_\2."),
-    (re.compile(r"\Adeepstack_merger_list\.(\d+)\."), r"tap_\1."),
+    (re.compile(r"\Adeepstack_merger_list\.(\d+)\.norm\."), r"tap_\1.projector_norm."),
     (re.compile(r"\Ablocks\.(\d+)\.norm1\."), r"layers.\1.input_layernorm."),
     (re.compile(r"\Ablocks\.(\d+)\.norm2\."), r"layers.\1.post_attention_layernorm."),
     (re.compile(r"\Ablocks\.(\d+)\.attn\.qkv\."), r"layers.\1.self_attn.qkv_proj."),
@@ -74,17 +74,19 @@ def prepare_grid_tower(path: Path, tensors: dict[str, TensorRef], hp: VisionHPar
     size, frames = hp.patch_size, hp.num_frames
     if "patch_embed.weight.1" in tensors:  # GGUF has a matrix per frame
         parts = ("patch_embed.weight", "patch_embed.weight.1")
-        patches = np.stack([_take(path, tensors, name, (hidden, 3, size, size)) for name in parts])
+        patches = np.stack(
+            [take_tensor(path, tensors, name, (hidden, 3, size, size)) for name in parts]
+        )
     else:
-        patches = _take(path, tensors, "patch_embed.weight", (hidden, 3, frames, size, size))
+        patches = take_tensor(path, tensors, "patch_embed.weight", (hidden, 3, frames, size, size))
         patches = np.moveaxis(patches, 2, 0)
     weights = patches.sum(axis=0, dtype=np.float32).reshape(hidden, hp.patch_dim)
     table = None
     if hp.table_side:
         weights = np.concatenate([weights, np.eye(hidden, dtype=np.float32)], axis=1)
-        table = _take(path, tensors, "embed_positions.weight", (hp.table_side**2, hidden))
+        table = take_tensor(path, tensors, "embed_positions.weight", (hp.table_side**2, hidden))
         table = table.reshape(hp.table_side, hp.table_side, hidden)
-    tensors["patch_embed.weight"] = _float("patch_embed.weight", weights)
+    tensors["patch_embed.weight"] = float_tensor("patch_embed.weight", weights)
     for i in range(hp.tower.num_hidden_layers):
         stem = f"layers.{i}.self_attn"
         if f"{stem}.q_proj.weight" in tensors:
@@ -95,18 +97,19 @@ def prepare_grid_tower(path: Path, tensors: dict[str, TensorRef], hp: VisionHPar
                 f"{path}: the image encoder's {stem}.qkv_proj.weight must have shape "
                 f"({3 * hidden}, {hidden}); it has {None if fused is None else fused.shape}"
             )
-        bias = _take(path, tensors, f"{stem}.qkv_proj.bias", (3 * hidden,))
+        bias = take_tensor(path, tensors, f"{stem}.qkv_proj.bias", (3 * hidden,))
         for part, letter in enumerate("qkv"):
             begin, end = part * hidden, (part + 1) * hidden
             name = f"{stem}.{letter}_proj"
             tensors[f"{name}.weight"] = replace(fused.row_range(begin, end), name=f"{name}.weight")
-            tensors[f"{name}.bias"] = _float(f"{name}.bias", bias[begin:end])
+            tensors[f"{name}.bias"] = float_tensor(f"{name}.bias", bias[begin:end])
     return GridTower(tensors, table)
 
 
-def _take(
+def take_tensor(
     path: Path, tensors: dict[str, TensorRef], name: str, shape: tuple[int, ...]
 ) -> Float32Array:
+    """The values of a tensor, which leaves ``tensors``. Raises `ModelLoadError`: as above."""
     tensor = tensors.pop(name, None)
     if tensor is None or tensor.shape != shape:
         found = "is missing" if tensor is None else f"has shape {tensor.shape}"
@@ -114,6 +117,7 @@ def _take(
     return np.array(dequantize(tensor), np.float32).reshape(shape)
 
 
-def _float(name: str, values: Float32Array) -> TensorRef:
+def float_tensor(name: str, values: Float32Array) -> TensorRef:
+    """A tensor with these values."""
     data = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
     return TensorRef(name, values.shape, QuantType.F32, data)

@@ -9,7 +9,7 @@ The projector's rows are groups of the tower's.
 Source: Dosovitskiy et al. 2021 (ViT), section 3.1; Radford et al. 2021 (CLIP); Zhai et al. 2023
 (SigLIP); Liu et al. 2023 (LLaVA-1.5), section 3; Marafioti et al. 2025 (SmolVLM), section 2; Wang
 et al. 2024 (Qwen2-VL), section 2.1; Bai et al. 2025 (Qwen2.5-VL), section 2.1; Meng et al. 2024
-(DeepStack), section 3.
+(DeepStack), section 3; Tschannen et al. 2025 (SigLIP 2), section 2.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def build_vision_plans(source: VisionSource, *, fuse: bool = True) -> tuple[Plan
 
 def _axial(hp: VisionHParams) -> RotaryTable | None:
     """Half of a head's pairs turn by the patch's row, half by its column, alike."""
-    if not hp.takes_grids:
+    if not hp.turns:
         return None
     half = hp.tower.head_dim // 2
     frequencies = tuple(base_frequencies(half, hp.tower.rope_theta).tolist())
@@ -60,7 +60,7 @@ def _axial(hp: VisionHParams) -> RotaryTable | None:
 def _record_tower(b: PlanBuilder, hp: VisionHParams) -> Plan:
     is_clip = b.hparams.architecture == "clip"
     rope = _axial(hp)
-    if rope is None:
+    if not hp.takes_grids:
         patches = b.linear(b.input(hp.patch_dim), "patch_embed", bias=not is_clip)
         x = b.add_position_embedding(patches, "embed_positions")
     elif hp.table_side:  # a row is a patch and what its position adds
@@ -116,8 +116,8 @@ def _mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
 
 def _record_projector(b: PlanBuilder, part: EncoderPart, hp: VisionHParams, is_tap: bool) -> Plan:
     x = b.input(hp.tower.hidden_size * hp.group_side**2)
-    if is_tap:
-        x = b.layer_norm(x, "norm")
+    if is_tap or hp.projector_norm_eps is not None:
+        x = b.layer_norm(x, "projector_norm")
     x = b.linear(x, "projector_1")
     if hp.projector_act is not None:
         x = b.linear(b.activation(x), "projector_2")

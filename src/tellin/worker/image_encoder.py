@@ -177,7 +177,8 @@ class ImageEncoder:
         rows, cuts, order = pixels, None, None
         if self._position_table is not None:
             shape = grid[0] * group, grid[1] * group
-            places = stretch(self._position_table, coordinates, shape)
+            scaled = stretch if hp.turns else scale_smoothly
+            places = scaled(self._position_table, coordinates, shape)
             rows = np.concatenate([pixels, places], axis=1)
         if hp.window_side:
             order, sizes = window_order(grid, hp.window_side)
@@ -251,6 +252,27 @@ def stretch(
     near = table[bottom, left] * (1 - x) + table[bottom, right] * x
     far = table[up, left] * (1 - x) + table[up, right] * x
     return np.asarray(near * (1 - y) + far * y, np.float32)
+
+
+def scale_smoothly(
+    table: Float32Array, coordinates: npt.NDArray[np.int32], shape: tuple[int, int]
+) -> Float32Array:
+    """Rows of a square ``table`` ``[side, side, width]`` scaled to ``shape``, edge on edge.
+
+    Each is a weighted mean: weights fall linearly to nothing at a distance of one place, or where
+    places are more than what they become, at that of as many as become one.
+    """
+    side = table.shape[0]
+    weights = []
+    for size in shape:
+        scale = np.float32(side / size)
+        centres = (np.arange(size, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+        distances = np.abs(np.arange(side, dtype=np.float32) - centres[:, None])
+        own = np.maximum(1 - distances / max(scale, np.float32(1)), 0)
+        weights.append(own / own.sum(axis=1, keepdims=True))
+    rows = np.tensordot(weights[0], table, axes=1)
+    square = np.matmul(weights[1], rows)
+    return np.asarray(square[coordinates[:, 0], coordinates[:, 1]], np.float32)
 
 
 def _side(pixels: Pixels) -> int:
