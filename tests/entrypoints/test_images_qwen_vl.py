@@ -20,6 +20,7 @@ from tellin.exceptions import (
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
 from tellin.loading import load_image_processor, open_model
+from tellin.metrics import Counter
 from tellin.models import build_plan
 from tellin.models.plan.listing import format_plan
 from tellin.worker.image_encoder import window_order
@@ -90,10 +91,14 @@ def test_promise_1(models: dict[str, Path], case: str) -> None:
         {"max_num_batched_tokens": 7},
         {"num_kv_blocks": 7, "max_model_len": 96},
     ):
-        with LLM(str(models[case]), **{**SMALL, **options}) as llm:
+        with LLM(str(models[case]), disable_log_stats=False, **{**SMALL, **options}) as llm:
             for _ in range(2):
                 outputs = llm.generate(prompts, PARAMS)
                 runs.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+            metrics = {metric.name: metric for metric in llm.get_metrics()}
+            preemptions = metrics["tellin:num_preemptions"]
+            assert isinstance(preemptions, Counter)
+            assert bool(preemptions.value) == ("num_kv_blocks" in options)
     for run in runs[1:]:
         assert run == runs[0]
     assert runs[0][1] != runs[0][3]

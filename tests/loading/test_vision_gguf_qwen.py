@@ -5,15 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 
 from tellin import LLM, SamplingParams
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.kernels.native import NativeBackend
-from tellin.loading import load_image_processor
-from tests.loading.gguf_writer import write_gguf
-from tests.models import gated_delta, qwen_images, vision
+from tellin.loading import load_image_processor, open_vision
+from tests.loading.gguf_writer import RawTensor, write_gguf
+from tests.models import gated_delta, qwen_images, qwen_vl, vision
 from tests.models.qwen_vl import CASES, FLOATS, PAD, PICTURES, Prompt, write_qwen_vl
 from tests.models.qwen_vl_gguf import tower_metadata, tower_tensors, vocabulary, write_pair
 
@@ -61,6 +62,30 @@ def test_qwen35(tmp_path: Path) -> None:
         with LLM(str(path), num_threads=1, num_kv_blocks=32, max_model_len=128, **FLOATS) as llm:
             texts.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
     assert texts[0] == texts[1]
+
+
+def test_quantised_encoders(tmp_path: Path) -> None:
+    """The fused matrix of queries, keys and values is taken apart as it is."""
+    write_pair(tmp_path, "qwen3_vl")
+    prompt = Prompt(tmp_path / "model.gguf")
+    floats = prompt.rows(NativeBackend)
+    tensors: dict[str, np.ndarray | RawTensor] = {}
+    for name, values in qwen_vl.arrays("qwen3_vl").items():
+        if "visual." in name:
+            tensors |= tower_tensors("qwen3_vl", name.removeprefix("model.visual."), values)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, values in tensors.items():
+        if not isinstance(values, np.ndarray) or values.ndim != 2 or "position" in name:
+            continue
+        if values.shape[1] % 32 == 0:
+            packed = np.ascontiguousarray(gguf.quants.quantize(values, kind))
+            tensors[name] = RawTensor(values.shape, int(kind), packed.tobytes())
+    write_gguf(tmp_path / "mmproj-model.gguf", tower_metadata("qwen3_vl"), tensors)
+    source = open_vision(tmp_path / "model.gguf")
+    assert source is not None
+    assert source.tower.tensors["layers.1.self_attn.k_proj.weight"].format_name == "Q8_0"
+    difference = prompt.rows(NativeBackend) - floats
+    assert 0 < np.abs(difference).max() < 0.1
 
 
 def test_sizes_of_pictures(tmp_path: Path) -> None:
