@@ -225,7 +225,9 @@ def _grid(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> Vis
         keeps_class_row=False,
         projector_act="gelu",
         text_hidden_size=text.hidden_size,
-        image_token_id=config.get_int("image_token_id", 248_056 if has_table else 151_655),
+        image_token_id=config.get_int(
+            "image_token_id", 248_056 if model_type.startswith("qwen3_5") else 151_655
+        ),
         num_frames=values["temporal_patch_size"],
         takes_grids=True,
     )
