@@ -17,8 +17,17 @@ from tellin.loading import load_image_processor, load_tokenizer, open_model, ope
 from tellin.loading.images import ImageProcessor
 from tellin.models import build_plan
 from tellin.worker.image_encoder import ImageEncoder
+from tests.loading.gguf_writer import write_gguf
+from tests.loading.models import gguf_metadata, gguf_tensors
 from tests.loading.test_images import edit, picture
-from tests.models.lfm2_vl import IMAGE_TOKEN_ID, PICTURES, PROMPT, write_lfm2_vl
+from tests.loading.vocabularies import byte_level
+from tests.models.lfm2_vl import (
+    IMAGE_TOKEN_ID,
+    PICTURES,
+    PROMPT,
+    write_lfm2_vl,
+    write_pair,
+)
 
 FLOATS: dict[str, Any] = {"activation_precision": "float32", "kv_cache_dtype": "float32"}
 STORED = Path(__file__).parents[1] / "data" / "lfm2_vl.npz"
@@ -73,6 +82,39 @@ def test_stored_logits(model: Path, kind: Any) -> None:
         state_slots=np.array([1], np.int32),
     )
     np.testing.assert_allclose(backend.forward(step), stored["logits"], rtol=0, atol=2e-4)
+
+
+def test_gguf_files(model: Path, tmp_path: Path) -> None:
+    """Rows are those of the folder, bit for bit, and so are texts; tiles have the model's sizes."""
+    path = write_pair(tmp_path)
+    rows = []
+    for folder in (model, path):
+        source = open_vision(folder)
+        assert source is not None
+        table = processor_of(folder).pixel_table
+        encoder = ImageEncoder(source, NativeBackend, pixel_table=table, num_threads=1)
+        image = processor_of(model).process(PICTURES[1])
+        rows.append(encoder.encode(image.values, image.shapes))
+    np.testing.assert_array_equal(rows[1], rows[0])
+    assert processor_of(path).process(picture(200, 160)).shapes == [(14, 17)]
+    assert processor_of(path).process(picture(1000, 500)).shapes[:-1] == [(64, 64)] * 2
+    options = {"max_image_tokens": 16, "min_image_tokens": 4, "max_tiles": 1, "min_tiles": 1}
+    prompt = {"prompt": "<image> and?", "multi_modal_data": {"image": picture(40, 30)}}
+    params = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    texts = []
+    for folder in (model, path):
+        with LLM(str(folder), mm_processor_kwargs=options, **{**SMALL, **FLOATS}) as llm:
+            texts.append(llm.generate([prompt], params)[0].outputs[0].token_ids)
+    assert texts[0] == texts[1]
+
+
+def test_gguf_files_that_do_not_fit(tmp_path: Path) -> None:
+    path = write_pair(tmp_path / "lfm2")
+    (tmp_path / "other").mkdir()
+    tokens = byte_level(specials=("<image>", "<|eos|>"))
+    write_gguf(tmp_path / "other" / "model.gguf", gguf_metadata("llama") | tokens, gguf_tensors())
+    with pytest.raises(UnsupportedModelError, match="does not go with a text model 'llama'"):
+        load_image_processor(tmp_path / "other" / "model.gguf", path.parent / "mmproj-model.gguf")
 
 
 def test_promise_1(model: Path) -> None:

@@ -1,7 +1,7 @@
 """Image encoders in GGUF files of their own: ``mmproj-*.gguf`` beside a text model's file.
 
-Reads those whose projector is Idefics3's, so SmolVLM's, or one of Qwen's: the text model's
-vocabulary has a token for an image. It knows names and keys; the tensors themselves are
+Reads those whose projector is Idefics3's, so SmolVLM's, LFM2-VL's or one of Qwen's: the text
+model's vocabulary has a token for an image. It knows names and keys; the tensors themselves are
 `tellin.loading.vision`'s.
 
 Source: key and tensor names of the gguf package (0.19), conventions of the reference converter.
@@ -34,7 +34,8 @@ _NAMES = (
     (re.compile(r"v\.position_embd\."), "embed_positions."),
     (re.compile(r"v\.post_ln\."), "norm."),
     (re.compile(r"mm\.model\.fc\."), "projector_1."),
-    (re.compile(r"mm\.0\."), "projector_1."),
+    (re.compile(r"mm\.input_norm\."), "projector_norm."),
+    (re.compile(r"mm\.[01]\."), "projector_1."),
     (re.compile(r"mm\.2\."), "projector_2."),
     (re.compile(r"v\.blk\.(\d+)\.ln1\."), r"layers.\1.input_layernorm."),
     (re.compile(r"v\.blk\.(\d+)\.ln2\."), r"layers.\1.post_attention_layernorm."),
@@ -69,7 +70,7 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
     kind = metadata.get_str(
         "clip.projector_type", metadata.get_str("clip.vision.projector_type", "mlp")
     )
-    known = ("idefics3", *QWEN_PROJECTORS)
+    known = ("idefics3", "lfm2", *QWEN_PROJECTORS)
     if metadata.get_str("general.architecture") != "clip" or kind not in known:
         raise UnsupportedModelError(
             f"{path}: an image encoder with projector {kind!r} is not supported in GGUF; "
@@ -93,8 +94,14 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
             f"{path}: embedding_length {hidden}, head_count {heads}, patch_size {patch_size}, "
             f"{side} patches on a side and scale_factor {group} do not make an image encoder"
         )
+    is_lfm2 = kind == "lfm2"
+    if is_lfm2 and not text.architecture.startswith("lfm2"):
+        raise UnsupportedModelError(
+            f"{path}: an image encoder with projector 'lfm2' does not go with a text model "
+            f"{text.architecture!r}"
+        )
     tower = ModelHParams(
-        architecture="siglip",
+        architecture="siglip2" if is_lfm2 else "siglip",
         hidden_size=hidden,
         intermediate_size=metadata.get_int(f"{keys}.feed_forward_length"),
         num_hidden_layers=metadata.get_int(f"{keys}.block_count"),
@@ -116,9 +123,11 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
         group_side=group,
         has_class_row=False,
         keeps_class_row=False,
-        projector_act=None,
+        projector_act="gelu" if is_lfm2 else None,
         text_hidden_size=text.hidden_size,
         image_token_id=token_id,
+        takes_grids=is_lfm2,
+        projector_norm_eps=1e-5 if is_lfm2 else None,
     )
 
 
@@ -128,8 +137,10 @@ def gguf_image_settings(metadata: TypedMapping, hparams: VisionHParams) -> Typed
     Files that do not say how large a picture becomes are of models whose pictures are four tiles
     long.
     """
-    if hparams.takes_grids:
+    if hparams.turns:
         return gguf_grid_settings(metadata)
+    if hparams.takes_grids:
+        return TypedMapping(metadata.path, _mixed_settings(metadata))
     tile = metadata.get_int("clip.vision.image_size")
     settings = {
         "max_image_size": {"longest_edge": tile},
@@ -139,6 +150,18 @@ def gguf_image_settings(metadata: TypedMapping, hparams: VisionHParams) -> Typed
         if metadata.has(f"clip.vision.{key}"):
             settings[key] = metadata.get_numbers(f"clip.vision.{key}").tolist()
     return TypedMapping(metadata.path, settings)
+
+
+def _mixed_settings(metadata: TypedMapping) -> dict[str, object]:
+    """Of LFM2-VL's pictures; what a file does not say is the same in all of its models."""
+    settings: dict[str, object] = {}
+    for key in ("image_mean", "image_std"):
+        if metadata.has(f"clip.vision.{key}"):
+            settings[key] = metadata.get_numbers(f"clip.vision.{key}").tolist()
+    for key in ("min_tiles", "max_tiles"):
+        if metadata.has(f"clip.vision.preproc_{key}"):
+            settings[key] = metadata.get_int(f"clip.vision.preproc_{key}")
+    return settings
 
 
 def canonical_gguf_vision(

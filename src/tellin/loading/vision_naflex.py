@@ -26,8 +26,12 @@ def prepare_naflex_tower(path: Path, tensors: dict[str, TensorRef], hp: VisionHP
     """
     tensors = dict(tensors)
     hidden, size = hp.tower.hidden_size, hp.patch_size
-    patches = take_tensor(path, tensors, "patch_embed.weight", (hidden, hp.patch_dim))
-    by_channel = patches.reshape(hidden, size, size, 3).transpose(0, 3, 1, 2)
+    name = "patch_embed.weight"
+    if name in tensors and len(tensors[name].shape) == 4:  # GGUF has them by channel
+        by_channel = take_tensor(path, tensors, name, (hidden, 3, size, size))
+    else:
+        patches = take_tensor(path, tensors, name, (hidden, hp.patch_dim))
+        by_channel = patches.reshape(hidden, size, size, 3).transpose(0, 3, 1, 2)
     wide = np.concatenate(
         [by_channel.reshape(hidden, hp.patch_dim), np.eye(hidden, dtype=np.float32)], axis=1
     )
