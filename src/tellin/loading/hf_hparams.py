@@ -26,7 +26,7 @@ from tellin.loading.gated_delta import (
 )
 from tellin.loading.gemma3n import gemma3n_from_config
 from tellin.loading.gemma4 import gemma4_from_config
-from tellin.loading.hf_defaults import DEFAULTS, NESTED_LLAMA
+from tellin.loading.hf_defaults import DEFAULTS, NESTED_LLAMA, QWEN3_VL_MOE
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
@@ -111,14 +111,6 @@ _TEXT_PARTS: dict[str, tuple[str, float]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", 1e4),
 }
 """Models that see: ``model_type`` of their text model, its ``rope_theta``."""
-
-_QWEN3_VL_MOE = {
-    "norm_topk_prob": True,
-    "num_experts": 60,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 1408,
-}
-"""What its text model leaves out."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -239,7 +231,7 @@ def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
         config.path,
         {
             "rope_theta": theta,
-            **(_QWEN3_VL_MOE if model_type == "qwen3_vl_moe" else {}),
+            **(QWEN3_VL_MOE if model_type == "qwen3_vl_moe" else {}),
             **given,
             "model_type": kind,
             "tie_word_embeddings": tied,
