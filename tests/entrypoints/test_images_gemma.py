@@ -23,10 +23,13 @@ from tests.loading.test_images import picture
 from tests.models.gemma_images import (
     BEGIN,
     END,
+    EXPANDED,
     HIDDEN,
     ROWS,
     SOFT_ID,
     SOFT_TOKEN,
+    TALL,
+    WIDE,
     write_gemma,
     write_gemma_gguf,
 )
@@ -38,7 +41,7 @@ SMALL: dict[str, Any] = {
     "max_num_batched_tokens": 128,
     "max_num_seqs": 4,
 }
-WIDE, TALL = picture(48, 17, 1), picture(20, 41, 2)
+DATA = Path(__file__).parents[1] / "data" / "gemma_images.npz"
 ONE_PART = f"\n\n{BEGIN}{SOFT_TOKEN * ROWS}{END}\n\n"
 PROMPTS: list[Any] = [
     {"prompt": f"a {BEGIN}?", "multi_modal_data": {"image": WIDE}},
@@ -268,6 +271,31 @@ def step_of(ids: list[int], rows: np.ndarray) -> StepBatch:
     )
 
 
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_stored_values(gemma: Path, backend: str) -> None:
+    """The whole engine's log-probabilities are Transformers', and its encoder's rows."""
+    stored = np.load(DATA)
+    kind = NativeBackend if backend == "native" else ReferenceBackend
+    encoder, processor = encoder_of(gemma, kind), processor_of(gemma)
+    rows = np.concatenate([encoder.encode(processor.process(i).values) for i in (WIDE, TALL)])
+    np.testing.assert_allclose(rows, stored["rows"], rtol=0, atol=1e-5)
+    params = SamplingParams(
+        max_tokens=1, temperature=0, prompt_logprobs=0, logprobs=5, ignore_eos=True
+    )
+    prompt = {"prompt": f"{BEGIN} and then {BEGIN}?", "multi_modal_data": {"image": [WIDE, TALL]}}
+    options = {"activation_precision": "float32", "kv_cache_dtype": "float32", "backend": backend}
+    with LLM(str(gemma), **SMALL, **options) as made:
+        output = made.generate([prompt], params)[0]
+    ids = output.prompt_token_ids or []
+    given = (output.prompt_logprobs or [])[1:]
+    found = [(entry or {})[i].logprob for entry, i in zip(given, ids[1:], strict=True)]
+    np.testing.assert_allclose(found, stored["prompt_logprobs"], rtol=0, atol=3e-5)
+    last = stored["last_logits"]
+    expected = last - np.log(np.exp(last).sum())
+    for token_id, logprob in (output.outputs[0].logprobs or [])[0].items():
+        assert logprob.logprob == pytest.approx(expected[token_id], abs=3e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [NativeBackend, ReferenceBackend])
 def test_like_transformers(gemma: Path, kind: Any) -> None:
@@ -285,7 +313,8 @@ def test_like_transformers(gemma: Path, kind: Any) -> None:
     assert source is not None
     pixels = np.concatenate([image.pixels for image in images])
     np.testing.assert_array_equal(as_picture(pixels, source), given["pixel_values"].numpy())
-    ids = tokenizer.encode(f"A{images[0].prompt}and some words{images[1].prompt}? Yes, it is")
+    ids = tokenizer.encode(EXPANDED)
+    assert ids == tokenizer.encode(f"{images[0].prompt} and then {images[1].prompt}?")
     encoder = encoder_of(gemma, kind)
     rows = np.concatenate([encoder.encode(image.values) for image in images])
     model = AutoModelForImageTextToText.from_pretrained(
@@ -330,30 +359,3 @@ def test_pan_and_scan_like_transformers(gemma: Path, size: tuple[int, int]) -> N
         as_picture(ours.pixels, source), theirs["pixel_values"].numpy()
     )
     assert len(ours.values) == 1 + int(theirs["num_crops"][0])
-
-
-@pytest.mark.slow
-def test_texts_like_transformers(gemma: Path) -> None:
-    """Greedy ids of a whole engine."""
-    import torch
-    from transformers import AutoModelForImageTextToText
-    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-
-    prompt = {"prompt": f"{BEGIN} and {BEGIN}?", "multi_modal_data": {"image": [WIDE, TALL]}}
-    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    options = {"activation_precision": "float32", "kv_cache_dtype": "float32"}
-    with LLM(str(gemma), **SMALL, **options) as made:
-        found = made.generate([prompt], params)[0]
-    given = Gemma3ImageProcessorPil.from_pretrained(gemma)([WIDE, TALL], return_tensors="pt")
-    model = AutoModelForImageTextToText.from_pretrained(gemma, dtype=torch.float32).eval()
-    ids = torch.tensor([found.prompt_token_ids])
-    theirs = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        token_type_ids=(ids == SOFT_ID).int(),
-        pixel_values=given["pixel_values"],
-        max_new_tokens=24,
-        min_new_tokens=24,
-        do_sample=False,
-    )
-    assert found.outputs[0].token_ids == theirs[0, -24:].tolist()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from benchmarks.synthetic import byte_tokens
 from tests.loading.gguf_writer import write_gguf
@@ -25,6 +26,12 @@ WINDOW, ROWS, SIDE, PATCH = 12, 16, 8, 4
 SOFT_TOKEN, BEGIN, END = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
 _MARKS = {"<image>": SOFT_TOKEN, "<row_4_col_3>": BEGIN, "<row_4_col_4>": END}
 SOFT_ID, BEGIN_ID, END_ID = (256 + vision.MARKS.index(mark) for mark in _MARKS)
+EXPANDED = " and then ".join([f"\n\n{BEGIN}{SOFT_TOKEN * ROWS}{END}\n\n"] * 2) + "?"
+"""A prompt with two pictures, such as these."""
+WIDE, TALL = (
+    Image.fromarray(np.random.RandomState(seed).randint(0, 256, shape, np.uint8))
+    for seed, shape in enumerate([(17, 48, 3), (41, 20, 3)])
+)
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -234,7 +241,7 @@ def _text_metadata() -> dict[str, Any]:
 def write_gemma(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model.safetensors").write_bytes(pack_safetensors(arrays()))
-    tokenizer = json.dumps(vision._tokenizer())
+    tokenizer = json.dumps(vision._tokenizer())  # marks that no prompt of Gemma's needs give way
     for old, new in _MARKS.items():
         tokenizer = tokenizer.replace(f'"{old}"', f'"{new}"')
     (folder / "tokenizer.json").write_text(tokenizer)
