@@ -253,8 +253,8 @@ class Program::Run final : public ThreadTeam::Job {
     fill_passes();
   }
 
-  // How many rows of a request from `at` on a pass takes, of at most `count`: what they see must be computed in
-  // it or before. If none can be cut off in time, as many as belong together.
+  // How many rows of a request from `at` on a pass takes, of at most `count`: what they see must be computed
+  // in it or before. If none can be cut off in time, as many as belong together.
   int64_t rows_to_cut(int64_t at, int64_t count) const {
     if (input_.seen_ends == nullptr || count == 0) return count;
     const int64_t first = input_.positions[at];

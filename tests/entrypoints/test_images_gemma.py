@@ -182,7 +182,9 @@ def test_prompts(llm: LLM) -> None:
         {"prompt_token_ids": tokenizer.encode(f"a {BEGIN}?")},
         {"prompt_token_ids": tokenizer.encode(f"a {ONE_PART}?")},
     ]
-    outputs = llm.generate([{**form, "multi_modal_data": {"image": WIDE}} for form in forms], params)
+    outputs = llm.generate(
+        [{**form, "multi_modal_data": {"image": WIDE}} for form in forms], params
+    )
     assert outputs[0].prompt_token_ids == tokenizer.encode(f"a {ONE_PART}?")
     assert (outputs[0].prompt_token_ids or []).count(SOFT_ID) == ROWS
     assert len({str(results([output])) for output in outputs}) == 1
@@ -355,7 +357,5 @@ def test_pan_and_scan_like_transformers(gemma: Path, size: tuple[int, int]) -> N
     image = picture(*size)
     theirs = Gemma3ImageProcessorPil.from_pretrained(gemma)([image], return_tensors="pt", **options)
     ours = processor.process(image)
-    np.testing.assert_array_equal(
-        as_picture(ours.pixels, source), theirs["pixel_values"].numpy()
-    )
+    np.testing.assert_array_equal(as_picture(ours.pixels, source), theirs["pixel_values"].numpy())
     assert len(ours.values) == 1 + int(theirs["num_crops"][0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +51,7 @@ def step(start: int, end: int, ends: np.ndarray | None, first_block: int = 1) ->
 
 def run(made: Any, cuts: list[int], ends: np.ndarray | None) -> np.ndarray:
     return np.concatenate(
-        [np.array(made.forward(step(a, b, ends))) for a, b in zip(cuts, cuts[1:], strict=False)]
+        [np.array(made.forward(step(a, b, ends))) for a, b in itertools.pairwise(cuts)]
     )
 
 
@@ -113,6 +114,6 @@ def test_refused(row: int, value: int) -> None:
     ends[row] = value
     with pytest.raises(ValueError, match=rf"seen_ends\[{row}\] is {value}"):
         backend(num_threads=1).forward(step(0, 10, ends))
+    short = replace(step(0, 10, None), seen_ends=np.ones(3, np.int32))
     with pytest.raises(ValueError, match="as many entries"):
-        short = replace(step(0, 10, None), seen_ends=np.ones(3, np.int32))
         backend(num_threads=1).forward(short)

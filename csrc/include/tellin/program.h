@@ -47,8 +47,8 @@ struct StepInput {
   const int32_t* token_types = nullptr;  // [num_tokens]; nullptr = all 0
   // [3, num_tokens], what rotary tables with axes turn by; nullptr = positions, three times
   const int32_t* rope_positions = nullptr;
-  // [num_tokens], in causal attention: behind the last position that each row sees, which the step computes or
-  // an earlier one has; nullptr = its own
+  // [num_tokens], in causal attention: behind the last position that each row sees, which the step computes
+  // or an earlier one has; nullptr = its own
   const int32_t* seen_ends = nullptr;
   const int32_t* state_slots = nullptr;  // [num_requests]; needed if the plan has recurrences
   const int32_t* state_saves = nullptr;  // [num_saves, 3]: request, number of tokens, slot

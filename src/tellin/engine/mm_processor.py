@@ -205,9 +205,7 @@ class MultiModalProcessor:
                 result.append(token_id)
         return result
 
-    def _is_expanded(
-        self, num_found: int, num_rows: int, images: Sequence[PreparedImage]
-    ) -> bool:
+    def _is_expanded(self, num_found: int, num_rows: int, images: Sequence[PreparedImage]) -> bool:
         """Whether there is a placeholder for each row, and not for each picture only."""
         is_same = self.processor.row_placeholder == self.placeholder
         if num_found == len(images) and (is_same or num_rows == 0):

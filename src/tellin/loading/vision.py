@@ -153,7 +153,7 @@ class VisionSource:
         return tensors
 
     def _turned(self, tensors: dict[str, TensorRef]) -> dict[str, TensorRef]:
-        """The projector's matrix, which its files hold with rows of inputs, with rows of outputs."""
+        """The projector's matrix with a row for each output; files hold a row for each input."""
         name, hp = "projector_1.weight", self.hparams
         matrix = self._need(tensors, name)
         shape = (hp.tower.hidden_size, hp.text_hidden_size)

@@ -23,9 +23,9 @@ TILED_MODELS = ("idefics3", "smolvlm")
 GRID_MODELS = ("qwen3_5", "qwen3_5_moe")
 """``model_type`` of models whose pictures keep their shape."""
 VISION_MODELS = (*TILED_MODELS, "llava", *GRID_MODELS)
-"""``model_type`` of models with an image encoder that runs here, around a text model of any kind."""
+"""``model_type`` of models with an image encoder beside a text model of any kind."""
 POOLED_MODELS = ("gemma3",)
-"""``model_type`` of models whose groups of patches are averaged, with a text model of their own."""
+"""``model_type`` of models whose groups of patches are averaged, beside Gemma's text model."""
 
 _ACTIVATIONS = {
     "gelu": "gelu",
