@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from tellin import LLM, SamplingParams
-from tellin.exceptions import InvalidParameterError
+from tellin.exceptions import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.native import NativeBackend
 from tellin.kernels.reference import ReferenceBackend
@@ -19,7 +21,8 @@ from tellin.loading.images import ImageProcessor
 from tellin.loading.vision import open_vision
 from tellin.models import build_plan
 from tellin.worker.image_encoder import ImageEncoder
-from tests.loading.test_images import picture
+from tests.loading.gguf_writer import write_gguf
+from tests.loading.test_images import edit, picture
 from tests.models.gemma_images import (
     BEGIN,
     END,
@@ -30,6 +33,7 @@ from tests.models.gemma_images import (
     SOFT_TOKEN,
     TALL,
     WIDE,
+    mmproj_metadata,
     write_gemma,
     write_gemma_gguf,
 )
@@ -212,6 +216,11 @@ def test_chat(llm: LLM) -> None:
         f"<|im_start|><|im_start|>user\nwhat?{BEGIN}<end_of_utterance>\n<|im_start|>model\n"
     )
     assert (output.prompt_token_ids or []).count(SOFT_ID) == ROWS
+    buffer = io.BytesIO()
+    WIDE.save(buffer, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    content[1] = {"type": "image_url", "image_url": {"url": url}}
+    assert results(llm.chat([{"role": "user", "content": content}], params)) == results([output])
 
 
 def test_pan_and_scan(gemma: Path) -> None:
@@ -248,6 +257,45 @@ def test_the_gguf_pair_is_the_folder(tmp_path: Path, gemma: Path) -> None:
         with LLM(str(path), **SMALL) as made:
             runs.append(results(made.generate(PROMPTS, PARAMS)))
     assert [[r[0], r[2], r[3]] for r in runs[0]] == [[r[0], r[2], r[3]] for r in runs[1]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clip.vision.projector.scale_factor": 3}, "8 patches on a side .* scale_factor 3"),
+        ({"clip.vision.embedding_length": 24}, r"has shape \(48, 64\); expected \(24, 64\)"),
+    ],
+)
+def test_damaged_gguf(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    model = write_gemma_gguf(tmp_path)
+    tensors = {"mm.input_projection.weight": np.ones((48, 64), np.float32)}
+    tensors["v.patch_embd.weight"] = np.ones((changes.get("clip.vision.embedding_length", 48), 48))
+    tensors["v.position_embd.weight"] = np.ones((64, 48), np.float32)
+    tensors = {name: values.astype(np.float32) for name, values in tensors.items()}
+    write_gguf(tmp_path / "mmproj-model.gguf", mmproj_metadata(**changes), tensors)
+    with pytest.raises(ModelLoadError, match=message):
+        open_vision(model)
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "error", "message"),
+    [
+        ("config.json", {"mm_tokens_per_image": 15}, ModelLoadError, "mm_tokens_per_image is 15"),
+        ("config.json", {"mm_tokens_per_image": 9}, ModelLoadError, "8 x 8 patches"),
+        ("config.json", {"image_token_index": 1 << 20}, ModelLoadError, "image token has id 1048"),
+        ("config.json", {"vision_config": {"model_type": "x"}}, UnsupportedModelError, "type 'x'"),
+        ("preprocessor_config.json", {"size": {"height": 32}}, ModelLoadError, "32 x 32 pixels"),
+        ("preprocessor_config.json", {"do_resize": False}, UnsupportedModelError, "do_resize"),
+        ("preprocessor_config.json", {"pan_and_scan_min_crop_size": 0}, ModelLoadError, "is 0"),
+    ],
+)
+def test_refused_files(
+    tmp_path: Path, file: str, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    folder = write_gemma(tmp_path)
+    edit(folder, file, **changes)
+    with pytest.raises(error, match=message):
+        load_image_processor(folder)
 
 
 # ---- Transformers ----------------------------------------------------------------------------

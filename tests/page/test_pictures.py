@@ -1,4 +1,4 @@
-"""Pictures in the chat: chosen, pasted, dropped, sent, shown, edited, and in the request as code."""
+"""Pictures in the chat: chosen, pasted, dropped, sent, shown, edited; and as code."""
 
 from __future__ import annotations
 
