@@ -47,6 +47,9 @@ struct StepInput {
   const int32_t* token_types = nullptr;  // [num_tokens]; nullptr = all 0
   // [3, num_tokens], what rotary tables with axes turn by; nullptr = positions, three times
   const int32_t* rope_positions = nullptr;
+  // [num_tokens], in causal attention: behind the last position that each row sees, which the step computes
+  // or an earlier one has; nullptr = its own
+  const int32_t* seen_ends = nullptr;
   const int32_t* state_slots = nullptr;  // [num_requests]; needed if the plan has recurrences
   const int32_t* state_saves = nullptr;  // [num_saves, 3]: request, number of tokens, slot
   int64_t num_saves = 0;
@@ -264,6 +267,7 @@ class Program {
   void check_step(const StepInput& input) const;
   void check_adapters(const StepInput& input) const;
   void check_embeds(const StepInput& input) const;
+  void check_seen_ends(const StepInput& input) const;
   void find_lora_rows(const StepInput& input, size_t num_passes);
   void check_state_layer(int layer, int64_t num_values) const;
   void add_recurrence(std::initializer_list<Buffer*> operands, Buffer& out, std::unique_ptr<Stage> stage);

@@ -48,3 +48,6 @@ class StepBatch:
     """
     rope_positions: npt.NDArray[np.int32] | None = None
     """``[3, T]`` what rotary tables with axes turn by; None = three times ``positions``."""
+    seen_ends: npt.NDArray[np.int32] | None = None
+    """``[T]`` in causal attention: behind the last position that each row sees, at most the
+    request's in ``seq_lens``; None = each row sees none behind its own."""

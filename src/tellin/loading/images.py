@@ -67,8 +67,15 @@ class ImageProcessor(Protocol):
 
     placeholder: str
     """What stands for one picture in a user's prompt."""
+    user_token_id: int
+    """Its token, in a user's prompt of ids."""
+    row_placeholder: str
+    """In an expanded prompt there is one for each embedding row. It may be ``placeholder``."""
     placeholder_token_id: int
-    """In an expanded prompt there is one for each embedding row."""
+    """The token of that."""
+    rows_see_each_other: bool
+    """Rows of a part of a picture are attended to by each other, so that they must be computed
+    together."""
     pixel_table: npt.NDArray[np.float32]
     """``[3, 256]``: see `ProcessedImage`."""
     tokens_per_tile: int
@@ -81,8 +88,9 @@ class ImageProcessor(Protocol):
 
 
 _OPTIONS = (
-    "do_image_splitting", "image_mean", "image_std", "max_image_size", "max_pixels", "min_pixels",
-    "resample", "rescale_factor", "size",
+    "do_image_splitting", "do_pan_and_scan", "image_mean", "image_std", "max_image_size",
+    "max_pixels", "min_pixels", "pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size",
+    "pan_and_scan_min_ratio_to_activate", "resample", "rescale_factor", "size",
 )  # fmt: skip
 """Settings that a user may change."""
 
@@ -105,6 +113,7 @@ def load_image_processor(
     """
     from tellin.loading.image_crop import CroppedImageProcessor
     from tellin.loading.image_grid import GridImageProcessor
+    from tellin.loading.image_square import SquareImageProcessor
     from tellin.loading.image_tiles import TiledImageProcessor
 
     found = find_vision(path, mmproj)
@@ -117,6 +126,8 @@ def load_image_processor(
         settings = _changed(settings, options)
     if hparams.takes_grids:
         return GridImageProcessor(hparams, settings)
+    if hparams.pools:
+        return SquareImageProcessor(hparams, settings)
     if hparams.has_class_row:
         return CroppedImageProcessor(hparams, settings)
     return TiledImageProcessor(hparams, settings)

@@ -4,7 +4,8 @@ The text half of the same folder is opened by `open_model`; either may be opened
 Weights are views of the files, except a position table that the class row was added to.
 
 Canonical names are the text models' where there is one; ``patch_embed.{weight,bias}`` and
-``pre_layernorm`` stand before the layers, ``projector_1`` and ``projector_2`` after them.
+``pre_layernorm`` stand before the layers, ``projector_norm``, ``projector_1`` and ``projector_2``
+after them.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ _NAMES = (
     (re.compile(r"encoder\.layers\."), "layers."),
     (re.compile(r"modality_projection\.proj\."), "projector_1."),
     (re.compile(r"linear_([12])\."), r"projector_\1."),
+    (re.compile(r"mm_input_projection_weight\Z"), "projector_1.weight"),
+    (re.compile(r"mm_soft_emb_norm\."), "projector_norm."),
 )
 
 
@@ -85,7 +88,7 @@ class VisionSource:
         self.path = path
         self.hparams = hparams
         tensors = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
-        is_projector = re.compile(r"projector_\d\.")
+        is_projector = re.compile(r"projector_(\d|norm)\.")
         tower = {k: v for k, v in tensors.items() if not is_projector.match(k)}
         projector = {k: v for k, v in tensors.items() if is_projector.match(k)}
         self.position_table: Float32Array | None = None
@@ -94,6 +97,8 @@ class VisionSource:
             tower, self.position_table = grid.tensors, grid.position_table
         else:
             tower = self._prepared(tower)
+        if hparams.pools:
+            projector = self._turned(projector)
         self.tower = EncoderPart(path, hparams.tower, tower)
         act = hparams.projector_act or hparams.tower.hidden_act
         self.projector = EncoderPart(
@@ -144,16 +149,31 @@ class VisionSource:
             # A patch of zeros gives a row of zeros, so row 0 of the table makes the class row.
             values = np.array(dequantize(table), dtype=np.float32)
             values[0] += dequantize(class_row).reshape(-1)
-            data = values.reshape(-1).view(np.uint8)
-            tensors["embed_positions.weight"] = TensorRef(
-                table.name, table.shape, QuantType.F32, data
-            )
+            tensors["embed_positions.weight"] = _float32(table, values)
         return tensors
+
+    def _turned(self, tensors: dict[str, TensorRef]) -> dict[str, TensorRef]:
+        """The projector's matrix with a row for each output; files hold a row for each input."""
+        name, hp = "projector_1.weight", self.hparams
+        matrix = self._need(tensors, name)
+        shape = (hp.tower.hidden_size, hp.text_hidden_size)
+        if matrix.shape != shape:
+            raise ModelLoadError(
+                f"{self.path}: the image encoder's projection has shape {matrix.shape}; expected "
+                f"{shape}, of the encoder's and the text model's hidden_size"
+            )
+        return tensors | {name: _float32(matrix, dequantize(matrix).T)}
 
     def _need(self, tensors: Mapping[str, TensorRef], name: str) -> TensorRef:
         if name not in tensors:
             raise ModelLoadError(f"{self.path}: the image encoder's tensor {name!r} is missing")
         return tensors[name]
+
+
+def _float32(tensor: TensorRef, values: Float32Array) -> TensorRef:
+    """Other values in the place of a tensor's."""
+    data = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+    return TensorRef(tensor.name, values.shape, QuantType.F32, data)
 
 
 @dataclass(frozen=True)
@@ -226,6 +246,9 @@ def open_vision(path: Path, mmproj: Path | None = None) -> VisionSource | None:
         if found.path.is_dir():
             canonical = canonical_qwen_name if found.hparams.takes_grids else _canonical
             tensors = {canonical(name): tensor for name, tensor in tensors.items()}
+            norm = tensors.get("projector_norm.weight")
+            if norm is not None:  # Gemma's norms are 1 and what the file has; in GGUF it is added
+                tensors["projector_norm.weight"] = _float32(norm, 1 + dequantize(norm))
         else:
             tensors = canonical_gguf_vision(tensors, found.hparams)
         return VisionSource(found.path, found.hparams, tensors, files)

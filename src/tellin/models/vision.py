@@ -3,10 +3,11 @@
 Both towers are pre-norm encoders with learned positions whose patches all see each other. SigLIP
 ends with a norm; CLIP starts with one, and what it ends with is not used. A tile is one request of
 the tower's plan, its patches the given rows; a row that stands for no patch (CLIP's) is given as
-zeros. The projector's rows are groups of the tower's.
+zeros. The projector's rows are groups of the tower's, or means of groups.
 
 Source: Dosovitskiy et al. 2021 (ViT), section 3.1; Radford et al. 2021 (CLIP); Zhai et al. 2023
-(SigLIP); Liu et al. 2023 (LLaVA-1.5), section 3; Marafioti et al. 2025 (SmolVLM), section 2.
+(SigLIP); Liu et al. 2023 (LLaVA-1.5), section 3; Marafioti et al. 2025 (SmolVLM), section 2;
+Gemma Team 2025 (Gemma 3), section 2.1.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def _record_tower(b: PlanBuilder, patch_dim: int, rope: RotaryTable | None) -> P
         # Layers beyond the one whose output is wanted, and the norm after them.
         return b.finish(x, hidden=x, ignore=("layers.", "norm."))
     x = b.layer_norm(x, "norm")
-    return b.finish(x, hidden=x)
+    # A head that makes one vector of a picture, which the text model does not read.
+    return b.finish(x, hidden=x, ignore=("head.",))
 
 
 def _attention(b: PlanBuilder, x: Buffer, name: str, rope: RotaryTable | None) -> Buffer:
@@ -87,7 +89,11 @@ def _mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
 
 def _record_projector(b: PlanBuilder, source: VisionSource) -> Plan:
     hp = source.hparams
-    x = b.linear(b.input(hp.tower.hidden_size * hp.group_side**2), "projector_1")
+    if hp.pools:
+        x = b.rms_norm(b.input(hp.tower.hidden_size), "projector_norm", weight_offset=0.0)
+    else:
+        x = b.input(hp.tower.hidden_size * hp.group_side**2)
+    x = b.linear(x, "projector_1")
     if hp.projector_act is not None:
         x = b.linear(b.activation(x), "projector_2")
     if x.width != hp.text_hidden_size:
