@@ -180,7 +180,8 @@ class BoundProgram {
                const std::optional<Ints>& adapter_slots, const std::optional<Floats>& embeds,
                const std::optional<Ints>& embed_rows, const std::optional<Ints>& token_types,
                const std::optional<Ints>& state_slots, const std::optional<Table>& state_saves,
-               const std::optional<Table>& rope_positions, const std::optional<Ints>& window_starts) {
+               const std::optional<Table>& rope_positions, const std::optional<Ints>& seen_ends,
+               const std::optional<Ints>& window_starts) {
     StepInput input;
     input.token_ids = token_ids.data();
     input.positions = positions.data();
@@ -223,6 +224,12 @@ class BoundProgram {
       input.rope_positions = rope_positions->data();
       if (rope_positions->shape(0) != 3 || rope_positions->shape(1) != token_ids.shape(0)) {
         throw std::invalid_argument("rope_positions must have three rows of as many entries as token_ids");
+      }
+    }
+    if (seen_ends.has_value()) {
+      input.seen_ends = seen_ends->data();
+      if (seen_ends->shape(0) != token_ids.shape(0)) {
+        throw std::invalid_argument("seen_ends must have as many entries as token_ids");
       }
     }
     if (state_slots.has_value()) {
@@ -539,7 +546,7 @@ void bind_runtime(nb::module_& m) {
            "embeds"_a.noconvert() = nb::none(), "embed_rows"_a.noconvert() = nb::none(),
            "token_types"_a.noconvert() = nb::none(), "state_slots"_a.noconvert() = nb::none(),
            "state_saves"_a.noconvert() = nb::none(), "rope_positions"_a.noconvert() = nb::none(),
-           "window_starts"_a.noconvert() = nb::none())
+           "seen_ends"_a.noconvert() = nb::none(), "window_starts"_a.noconvert() = nb::none())
       .def("hidden", &BoundProgram::hidden)
       .def("block_maxima", &BoundProgram::block_maxima)
       .def("set_profile", &BoundProgram::set_profile, "enabled"_a)

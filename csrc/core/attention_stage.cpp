@@ -67,6 +67,8 @@ void AttentionSchedule::add_items(const RequestRows& request) {
     } else if (shape_.causal) {
       if (shape_.window > 0) lowest = std::max<int64_t>(0, item.first_position - shape_.window + 1);
       highest = item.first_position + item.num_tokens;
+      for (int64_t t = at; request.seen_ends != nullptr && t < at + item.num_tokens; ++t)
+        highest = std::max<int64_t>(highest, request.seen_ends[t]);
     }
     item.lowest = lowest;
     item.highest = highest;
@@ -251,7 +253,8 @@ void AttentionStage::set_ranges(const Item& item, int64_t partition, AttentionSc
       end = std::min(end, at + shape_.window);
     } else if (shape_.causal) {
       if (shape_.window > 0) begin = std::max<int64_t>(0, position - shape_.window + 1);
-      end = position + 1;
+      const int32_t* const seen_ends = item.request->seen_ends;
+      end = seen_ends == nullptr ? position + 1 : seen_ends[item.first_token + t - item.request->begin];
     }
     for (int64_t g = 0; g < shape_.group(); ++g) {
       const int64_t row = t * shape_.group() + g;

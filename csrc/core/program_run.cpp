@@ -111,7 +111,19 @@ void Program::check_step(const StepInput& in) const {
                   std::to_string(pool_.num_blocks()) + " blocks");
     }
   }
+  check_seen_ends(in);
   check_states(in);
+}
+
+void Program::check_seen_ends(const StepInput& in) const {
+  if (in.seen_ends == nullptr) return;
+  for (int64_t r = 0; r < in.num_requests; ++r) {
+    for (int64_t t = in.query_start_loc[r]; t < in.query_start_loc[r + 1]; ++t) {
+      require(in.seen_ends[t] > in.positions[t] && in.seen_ends[t] <= in.seq_lens[r],
+              row_text("seen_ends", t, in.seen_ends[t]) + "; it must be greater than the row's position " +
+                  std::to_string(in.positions[t]) + " and at most " + std::to_string(in.seq_lens[r]));
+    }
+  }
 }
 
 void Program::check_embeds(const StepInput& in) const {
@@ -237,7 +249,7 @@ class Program::Run final : public ThreadTeam::Job {
       const int64_t end = input_.query_start_loc[r + 1];
       for (int64_t at = input_.query_start_loc[r]; at < end;) {
         const int64_t room = limit - pass->num_tokens;
-        const int64_t count = whole ? end - at : std::min(end - at, room);
+        const int64_t count = whole ? end - at : rows_to_cut(at, std::min(end - at, room));
         if (count > room || count == 0) {
           if (pass->num_tokens > 0) {
             pass = &new_pass(at);
@@ -245,8 +257,9 @@ class Program::Run final : public ThreadTeam::Job {
           }
         }
         const int64_t begin = pass->num_tokens;
-        pass->requests.push_back(
-            {begin, begin + count, input_.positions[at], input_.block_table + r * input_.max_blocks});
+        pass->requests.push_back({begin, begin + count, input_.positions[at],
+                                  input_.block_table + r * input_.max_blocks,
+                                  input_.seen_ends == nullptr ? nullptr : input_.seen_ends + at});
         pass->num_tokens += count;
         at += count;
       }
@@ -265,16 +278,32 @@ class Program::Run final : public ThreadTeam::Job {
       if (begin == end) continue;
       while (begin >= state_.passes[p]->first_row + state_.passes[p]->num_tokens) ++p;
       Pass& pass = *state_.passes[p];
-      pass.windows.push_back({begin - pass.first_row, end - pass.first_row, 0, nullptr});
+      pass.windows.push_back({begin - pass.first_row, end - pass.first_row, 0, nullptr, nullptr});
     }
+  }
+
+  // How many rows of a request from `at` on a pass takes, of at most `count`: what they see must be computed
+  // in it or before. If none can be cut off in time, as many as belong together.
+  int64_t rows_to_cut(int64_t at, int64_t count) const {
+    if (input_.seen_ends == nullptr || count == 0) return count;
+    const int64_t first = input_.positions[at];
+    int64_t reach = 0, last = 0;
+    for (int64_t rows = 1; rows <= count || last == 0; ++rows) {
+      reach = std::max<int64_t>(reach, input_.seen_ends[at + rows - 1] - first);
+      if (reach == rows) last = rows;
+    }
+    return last;
   }
 
   // Rows of logits that are consecutive tokens of a request belong together.
   void find_logit_requests(Pass& pass) {
     state_.logit_positions.resize(static_cast<size_t>(input_.num_logits));
+    state_.logit_seen_ends.resize(static_cast<size_t>(input_.num_logits));
+    int32_t* const seen_ends = state_.logit_seen_ends.data();
     for (int64_t i = 0; i < input_.num_logits; ++i) {
       const int32_t token = input_.logits_indices[i];
       state_.logit_positions[static_cast<size_t>(i)] = input_.positions[token];
+      if (input_.seen_ends != nullptr) seen_ends[i] = input_.seen_ends[token];
       const int32_t* const end = input_.query_start_loc + input_.num_requests;
       const int64_t request =
           std::upper_bound(input_.query_start_loc, end, token) - input_.query_start_loc - 1;
@@ -283,7 +312,8 @@ class Program::Run final : public ThreadTeam::Job {
       if (follows && token > input_.query_start_loc[request]) {
         ++pass.logit_requests.back().end;
       } else {
-        pass.logit_requests.push_back({i, i + 1, input_.positions[token], table});
+        pass.logit_requests.push_back({i, i + 1, input_.positions[token], table,
+                                       input_.seen_ends == nullptr ? nullptr : seen_ends + i});
       }
     }
   }

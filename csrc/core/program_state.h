@@ -70,6 +70,7 @@ struct Program::State {
   // Of the running step; kept between steps for their memory.
   std::vector<int64_t> slots;
   std::vector<int32_t> logit_positions;
+  std::vector<int32_t> logit_seen_ends;
   std::vector<int32_t> embed_index;
   std::vector<int64_t> slot_taken;  // state slots of the step, ascending
   std::vector<std::unique_ptr<Pass>> passes;

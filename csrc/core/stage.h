@@ -54,6 +54,7 @@ struct RequestRows {
   int64_t begin, end;          // rows [begin, end) of the pass
   int64_t first_position;      // of row `begin`; the others follow
   const int32_t* block_table;  // of the request
+  const int32_t* seen_ends;    // behind the last position that each row sees; nullptr: its own
 };
 
 // Consecutive rows of one request within a pass, as recurrences see them.

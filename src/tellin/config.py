@@ -237,6 +237,9 @@ class MultiModalConfig:
     limit."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the image processor in the place of the model's."""
+    rows_see_each_other: bool = False
+    """Rows of a part of an item are attended to by each other, also those behind: a step computes
+    all of them or none."""
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,16 @@ class FakeExecutor:
         if multimodal is not None:
             assert sum(self.encoded.values()) <= multimodal.encoder_cache_size
 
+    def _check_parts(self, item: MultiModalFeature, start: int, num_tokens: int) -> None:
+        """Rows that see each other are computed in one step."""
+        multimodal = self.config.multimodal_config
+        if multimodal is None or not multimodal.rows_see_each_other:
+            return
+        for run, count in item.embed_runs or [(0, item.length)]:
+            first = item.offset + run
+            inside = [first < at < first + count for at in (start, start + num_tokens)]
+            assert inside == [False, False], f"{item.identifier} is cut: {start}, {num_tokens}"
+
     def _forward(self, step: SchedulerOutput) -> None:
         writes: set[tuple[int, int]] = set()
         work = []
@@ -258,6 +268,7 @@ class FakeExecutor:
                     found = self.encoded.get(item.identifier)
                     known = found == item.num_embeds or item.identifier in self.encoder_errors
                     assert known, f"{request_id}: {item.identifier} is not encoded"
+                self._check_parts(item, start, num_tokens)
             assert 0 < num_tokens <= len(ids) - start, f"{request_id} is fed beyond its ids"
             for position in range(start, start + num_tokens):
                 slot = self._slot(mirror, position)

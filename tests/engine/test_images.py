@@ -40,9 +40,9 @@ MULTIMODAL = MultiModalConfig({"image": 3}, max_tokens_per_item=16, encoder_cach
 class FakeProcessor:
     """A picture of width w makes w rows, two marks around them and one in their middle."""
 
-    placeholder = "<image>"
-    placeholder_token_id = IMAGE_TOKEN_ID
-    tokens_per_tile = 16
+    placeholder = row_placeholder = "<image>"
+    placeholder_token_id = user_token_id = IMAGE_TOKEN_ID
+    rows_see_each_other = False
     tokens_per_tile = max_tokens_per_image = 16
     pixel_table = np.zeros((3, 256), np.float32)
 

@@ -138,7 +138,7 @@ def test_a_folder_with_both_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"clip.projector_type": "gemma3"}, "projector 'gemma3'"),
+        ({"clip.projector_type": "pixtral"}, "projector 'pixtral'"),
         ({"clip.use_silu": True}, "silu"),
     ],
 )

@@ -21,6 +21,7 @@ from tellin.models.plan.listing import format_plan
 from tellin.models.vision import build_vision_plans
 from tellin.worker.image_encoder import ImageEncoder, tile_positions
 from tests.loading.models import pack_safetensors
+from tests.models.gemma_images import write_gemma
 from tests.models.tiny import tiny_source, tiny_token_ids
 from tests.models.vision import IMAGE_TOKEN_ID, write_llava, write_smolvlm
 
@@ -37,6 +38,7 @@ MODELS: dict[str, Write] = {
     "smolvlm": write_smolvlm,
     "idefics3": write_smaller_tiles,
     "llava": write_llava,
+    "gemma": write_gemma,
 }
 
 
@@ -71,7 +73,7 @@ def test_native_encoder_like_the_reference(tmp_path: Path, name: str) -> None:
     np.testing.assert_allclose(rows, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["smolvlm", "llava"])
+@pytest.mark.parametrize("name", ["smolvlm", "llava", "gemma"])
 @pytest.mark.parametrize("kind", [NativeBackend, ReferenceBackend])
 def test_promise_1_of_tiles(tmp_path: Path, name: str, kind: Any) -> None:
     """A tile's rows have the same bits alone and among others."""

@@ -280,6 +280,7 @@ class FakeEngine:
     logger_manager = None
     engine_core = SimpleNamespace(ready=EngineCoreReady("1", 64, 5, 16, "float32"))
     model_config = SimpleNamespace(architecture="fake", max_model_len=64)
+    config = SimpleNamespace(multimodal_config=None)
 
     def __init__(self, delay_s: float = 0.0, error: Exception | None = None) -> None:
         self.delay_s = delay_s

@@ -48,6 +48,9 @@ struct StepInput {
   const int32_t* token_types = nullptr;  // [num_tokens]; nullptr = all 0
   // [3, num_tokens], what rotary tables with axes turn by; nullptr = positions, three times
   const int32_t* rope_positions = nullptr;
+  // [num_tokens], in causal attention: behind the last position that each row sees, which the step computes
+  // or an earlier one has; nullptr = its own
+  const int32_t* seen_ends = nullptr;
   const int32_t* window_starts = nullptr;  // [num_windows + 1], as query_start_loc; for windowed attention
   int64_t num_windows = 0;
   const int32_t* state_slots = nullptr;  // [num_requests]; needed if the plan has recurrences
@@ -270,6 +273,7 @@ class Program {
   void check_step(const StepInput& input) const;
   void check_adapters(const StepInput& input) const;
   void check_embeds(const StepInput& input) const;
+  void check_seen_ends(const StepInput& input) const;
   void check_windows(const StepInput& input) const;
   void find_lora_rows(const StepInput& input, size_t num_passes);
   void check_state_layer(int layer, int64_t num_values) const;

@@ -103,6 +103,8 @@ class Admission:
         hit = manager.get_computed_blocks(request)
         if self._defer(request, hit, plan) or self._lacks_adapter_slot(request, running):
             return _Verdict.PARKED
+        if request.mm_features:
+            self._end_outside_parts(request, hit)
         num_missing = num_tokens = request.num_tokens - hit.num_tokens
         if 0 < self.chunk_limit < num_tokens:
             num_tokens = self.chunk_limit
@@ -110,6 +112,11 @@ class Admission:
             if not self.enable_chunked_prefill:
                 return _Verdict.NO_BUDGET
             num_tokens = plan.budget
+        if request.mm_features:
+            start = hit.num_tokens
+            num_tokens = self.encoder_inputs.without_cuts(request, start, num_tokens, plan.budget)
+            if num_tokens == 0:
+                return _Verdict.NO_BUDGET
         if num_tokens < num_missing and self._too_many_prompts(num_missing, running):
             return _Verdict.TOO_MANY_PROMPTS
         if not self._has_room(request, hit, num_tokens, running):
@@ -124,6 +131,17 @@ class Admission:
         self._admit(request, hit, num_tokens, plan)
         running.append(request)
         return _Verdict.ADMITTED
+
+    def _end_outside_parts(self, request: Request, hit: PrefixHit) -> None:
+        """Let a hit end before rows that see each other, if it ends among them."""
+        size = self.kv_cache_manager.block_size
+        while True:
+            start = self.encoder_inputs.start_of_part(request, hit.num_tokens)
+            if start == hit.num_tokens:
+                return
+            hit.num_tokens = start // size * size
+            del hit.block_ids[start // size :]
+            hit.copy_from = None
 
     # ------------------------------------------------------------------ reasons to wait
 

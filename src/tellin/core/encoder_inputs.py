@@ -4,7 +4,7 @@ An item is scheduled whole, in the step that first computes one of its positions
 cached until the request is past them. Workers encode its parts as their positions are computed, and
 a step computes few enough of them that the decodes of others need not wait for a whole item. An
 item that two requests share is encoded once. What does not fit cuts the share before it; text never
-waits for room that it does not need.
+waits for room that it does not need. Where rows of a part see each other, no share ends among them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class EncoderInputs:
             self.step_budget = min(config.max_tokens_per_item, self.cache.cache_size)
         self._cuts_prompts = cuts_prompts
         self.rows_per_step = config.max_rows_per_step if config else None
+        self._keeps_whole = config is not None and config.rows_see_each_other
         # Of the step that is planned or in flight: what it encodes, and tells the workers to drop.
         self._fresh: set[str] = set()
         self._freed: list[str] = []
@@ -92,6 +93,37 @@ class EncoderInputs:
             new_embeds = wanted
             chosen.add(item.identifier)
         return num_tokens
+
+    def without_cuts(self, request: Request, start: int, num_tokens: int, budget: int) -> int:
+        """A share that ends in no row of rows that see each other, at most ``budget`` tokens.
+
+        The nearest end before; where the share begins with such rows, behind them. `fit` may
+        lessen it further.
+        """
+        part = self._part_at(request, start + num_tokens)
+        if part is None:
+            return num_tokens
+        first, end = part
+        if first > start:
+            return first - start
+        return end - start if end - start <= budget else 0
+
+    def start_of_part(self, request: Request, position: int) -> int:
+        """Where the rows begin that would be cut at ``position``; the position if none would."""
+        part = self._part_at(request, position)
+        return position if part is None else part[0]
+
+    def _part_at(self, request: Request, position: int) -> tuple[int, int] | None:
+        """Rows that see each other some of which lie before ``position``, others from there on."""
+        if not self._keeps_whole:
+            return None
+        for item in request.mm_features:
+            if item.offset < position < item.offset + item.length:
+                for start, count in item.embed_runs or [(0, item.length)]:
+                    first = item.offset + start
+                    if first < position < first + count:
+                        return first, first + count
+        return None
 
     def _fit_rows(self, request: Request, start: int, num_tokens: int, plan: StepPlan) -> int:
         """The share without the runs that go beyond the rows of a step; one run always fits.

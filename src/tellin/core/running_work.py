@@ -118,6 +118,7 @@ class RunningWork:
                     capped.append(request)
             if request.mm_features:
                 start = request.num_computed_tokens
+                num_tokens = self._encoder.without_cuts(request, start, num_tokens, plan.budget)
                 num_tokens = self._encoder.fit(request, start, num_tokens, plan)
                 if num_tokens == 0:  # others hold the encoder's cache, or have used its budget
                     self._encoder.release_unused(request)
@@ -157,6 +158,7 @@ class RunningWork:
             return
         start = request.num_computed_tokens
         if request.mm_features:
+            num_tokens = self._encoder.without_cuts(request, start, num_tokens, plan.budget)
             num_tokens = self._encoder.fit(request, start, num_tokens, plan)
             if num_tokens == 0:
                 return

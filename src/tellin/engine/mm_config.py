@@ -51,6 +51,8 @@ def multimodal_config(
             "speculative_config.method='draft_model' does not go with images, which the draft "
             "model cannot see; use 'ngram' or 'suffix', or set limit_mm_per_prompt={'image': 0}"
         )
+    if processor.rows_see_each_other and scheduler.enable_chunked_prefill:
+        _check_whole_parts(processor.tokens_per_tile, scheduler, speculation)
     most = processor.max_tokens_per_image
     return MultiModalConfig(
         limit_per_prompt=limits,
@@ -61,7 +63,26 @@ def multimodal_config(
         mmproj=mmproj,
         max_rows_per_step=processor.tokens_per_tile if scheduler.enable_chunked_prefill else None,
         processor_kwargs=options,
+        rows_see_each_other=processor.rows_see_each_other,
     )
+
+
+def _check_whole_parts(
+    num_rows: int, scheduler: SchedulerConfig, speculation: SpeculativeConfig | None
+) -> None:
+    """Refuse a budget that would let an image wait for as long as others decode."""
+    num_drafts = 0 if speculation is None else speculation.num_speculative_tokens
+    num_others = (scheduler.max_num_seqs - 1) * (1 + num_drafts)
+    budget = scheduler.max_num_batched_tokens
+    if budget < num_rows + num_others:
+        raise InvalidParameterError(
+            f"max_num_batched_tokens={budget} is too few for images of this model: a step computes "
+            f"all {num_rows} tokens of one, beside {num_others} that others decode "
+            f"(max_num_seqs={scheduler.max_num_seqs}); raise it to {num_rows + num_others}, lower "
+            "max_num_seqs, or set limit_mm_per_prompt={'image': 0}",
+            parameter="max_num_batched_tokens",
+            value=budget,
+        )
 
 
 def load_mm_processor(config: EngineConfig) -> MultiModalProcessor | None:

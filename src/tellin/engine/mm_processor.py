@@ -179,7 +179,8 @@ class MultiModalProcessor:
             InvalidParameterError: other numbers of placeholders and pictures.
         """
         parts = text.split(self.placeholder)
-        if self._is_expanded(len(parts) - 1, images):
+        num_rows = text.count(self.processor.row_placeholder)
+        if self._is_expanded(len(parts) - 1, num_rows, images):
             return text
         pieces = [parts[0]]
         for image, part in zip(images, parts[1:], strict=True):
@@ -190,8 +191,10 @@ class MultiModalProcessor:
         self, token_ids: Sequence[int], images: Sequence[PreparedImage], encode: Encode
     ) -> list[int]:
         """`expand_text` for token ids; ``encode`` makes ids of a picture's text."""
-        placeholder = self.processor.placeholder_token_id
-        if self._is_expanded(sum(1 for i in token_ids if i == placeholder), images):
+        placeholder = self.processor.user_token_id
+        num_rows = sum(1 for i in token_ids if i == self.processor.placeholder_token_id)
+        num_found = sum(1 for i in token_ids if i == placeholder)
+        if self._is_expanded(num_found, num_rows, images):
             return list(token_ids)
         rest = iter(images)
         result: list[int] = []
@@ -202,10 +205,12 @@ class MultiModalProcessor:
                 result.append(token_id)
         return result
 
-    def _is_expanded(self, num_found: int, images: Sequence[PreparedImage]) -> bool:
-        if num_found == len(images):
+    def _is_expanded(self, num_found: int, num_rows: int, images: Sequence[PreparedImage]) -> bool:
+        """Whether there is a placeholder for each row, and not for each picture only."""
+        is_same = self.processor.row_placeholder == self.placeholder
+        if num_found == len(images) and (is_same or num_rows == 0):
             return False
-        if num_found == sum(image.image.num_embeds for image in images):
+        if num_rows == sum(image.image.num_embeds for image in images):
             return True
         raise InvalidParameterError(
             f"the prompt has {num_found} placeholders {self.placeholder!r} for {len(images)} "
@@ -229,7 +234,8 @@ class MultiModalProcessor:
             raise InvalidParameterError(
                 f"the prompt has {len(places)} placeholder tokens (id {placeholder}) after its "
                 f"{len(images)} images were put in, but they need {wanted}; text that comes with "
-                f"images must not contain {self.placeholder!r}, and prompts must not be truncated",
+                f"images must not contain {self.processor.row_placeholder!r}, and prompts must "
+                "not be truncated",
                 parameter="prompt",
             )
         items = MultiModalItems(
@@ -245,13 +251,19 @@ class MultiModalProcessor:
             items["embed_runs"].append(_runs(own))
             items["grids"].append(image.image.grid)
             items["shapes"].append(image.image.shapes)
-            if image.image.grid is not None and len(items["embed_runs"][-1]) > 1:
-                raise InvalidParameterError(
-                    "the prompt has other tokens among the placeholders of an image; this model "
-                    "takes them in one row",
-                    parameter="prompt",
-                )
+            self._check_runs(items["embed_runs"][-1], image.image)
         return {"image": items}
+
+    def _check_runs(self, runs: Sequence[tuple[int, int]], image: ProcessedImage) -> None:
+        """Refuse other tokens where the model wants all rows of a picture's part in succession."""
+        size = image.num_embeds // len(image.values)
+        wants_whole = image.grid is not None or self.processor.rows_see_each_other
+        if wants_whole and any(count != size for _, count in runs):
+            raise InvalidParameterError(
+                "the prompt has other tokens among the placeholders of an image, or none between "
+                f"its parts; this model takes them in one row of {size} for each part",
+                parameter="prompt",
+            )
 
     # ------------------------------------------------------------------ beside an event loop
 

@@ -206,6 +206,7 @@ class Program:
         state_slots: NDArray[np.int32] | None = None,
         state_saves: NDArray[np.int32] | None = None,
         rope_positions: NDArray[np.int32] | None = None,
+        seen_ends: NDArray[np.int32] | None = None,
         window_starts: NDArray[np.int32] | None = None,
     ) -> NDArray[np.float32]: ...
     def hidden(self) -> NDArray[np.float32]: ...

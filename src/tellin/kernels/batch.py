@@ -49,6 +49,9 @@ class StepBatch:
     """
     rope_positions: npt.NDArray[np.int32] | None = None
     """``[3, T]`` what rotary tables with axes turn by; None = three times ``positions``."""
+    seen_ends: npt.NDArray[np.int32] | None = None
+    """``[T]`` in causal attention: behind the last position that each row sees, at most the
+    request's in ``seq_lens``; None = each row sees none behind its own."""
     window_starts: npt.NDArray[np.int32] | None = None
     """``[W + 1]`` parts of requests that windowed attention sees, as ``query_start_loc``; a request
     begins with one."""

@@ -265,6 +265,7 @@ class NativeBackend:
             batch.state_slots,
             batch.state_saves,
             batch.rope_positions,
+            batch.seen_ends,
             batch.window_starts,
         )
 

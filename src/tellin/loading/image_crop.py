@@ -38,6 +38,8 @@ class CroppedImageProcessor:
     """See `tellin.loading.images.ImageProcessor`."""
 
     placeholder = "<image>"
+    row_placeholder = placeholder
+    rows_see_each_other = False
 
     def __init__(self, hparams: VisionHParams, settings: TypedMapping) -> None:
         require_on(settings, "do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
@@ -68,7 +70,7 @@ class CroppedImageProcessor:
         if not self._crops and "shortest_edge" in self._size:
             raise UnsupportedModelError(f"{settings.path}: do_center_crop false is not supported")
         self.pixel_table = make_pixel_table(settings, _MEAN, _STD)
-        self.placeholder_token_id = hparams.image_token_id
+        self.placeholder_token_id = self.user_token_id = hparams.image_token_id
         self.tokens_per_tile = self.max_tokens_per_image = hparams.embeds_per_tile(side)
 
     def process(self, image: Image) -> ProcessedImage:

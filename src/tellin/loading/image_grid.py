@@ -39,6 +39,8 @@ class GridImageProcessor:
     """See `tellin.loading.images.ImageProcessor`."""
 
     placeholder = "<|image_pad|>"
+    row_placeholder = placeholder
+    rows_see_each_other = False
 
     def __init__(self, hparams: VisionHParams, settings: TypedMapping) -> None:
         require_on(settings, "do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
@@ -72,7 +74,7 @@ class GridImageProcessor:
             )
         self._least, self._most = least, most
         self.pixel_table = make_pixel_table(settings, _MEAN, _STD)
-        self.placeholder_token_id = hparams.image_token_id
+        self.placeholder_token_id = self.user_token_id = hparams.image_token_id
         # A picture that is scaled up to the least number of pixels is rounded up to whole groups.
         most = max(most, 4 * least, _MAX_RATIO * self._block**2)
         self.tokens_per_tile = self.max_tokens_per_image = most // self._block**2

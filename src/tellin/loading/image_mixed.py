@@ -47,6 +47,8 @@ class MixedImageProcessor:
     """See `tellin.loading.images.ImageProcessor`."""
 
     placeholder = "<image>"
+    row_placeholder = placeholder
+    rows_see_each_other = False
 
     def __init__(self, hparams: VisionHParams, settings: TypedMapping) -> None:
         require_on(settings, "do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
@@ -81,7 +83,7 @@ class MixedImageProcessor:
         self._splits = settings.get_bool("do_image_splitting", True) and self._tiles != (1, 1)
         self._has_whole = settings.get_bool("use_thumbnail", True)
         self.pixel_table = make_pixel_table(settings, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-        self.placeholder_token_id = hparams.image_token_id
+        self.placeholder_token_id = self.user_token_id = hparams.image_token_id
         # Long pictures have more rows than they should: a side is never less than one.
         whole = max(self._most, 4 * self._least, 1 << 10)
         self._longest = whole

@@ -42,6 +42,8 @@ class TiledImageProcessor:
     """See `tellin.loading.images.ImageProcessor`."""
 
     placeholder = "<image>"
+    row_placeholder = placeholder
+    rows_see_each_other = False
 
     def __init__(self, hparams: VisionHParams, settings: TypedMapping) -> None:
         require_on(settings, "do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
@@ -59,7 +61,7 @@ class TiledImageProcessor:
             )
         self.pixel_table = make_pixel_table(settings, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
         self.tokens_per_tile = hparams.embeds_per_tile(side)
-        self.placeholder_token_id = hparams.image_token_id
+        self.placeholder_token_id = self.user_token_id = hparams.image_token_id
         tiles = math.ceil(min(self._longest, _MAX_EDGE) / self._tile)
         num_tiles = tiles**2 + 1 if self._splits and tiles > 1 else 1
         self.max_tokens_per_image = num_tiles * self.tokens_per_tile

@@ -70,8 +70,15 @@ class ImageProcessor(Protocol):
 
     placeholder: str
     """What stands for one picture in a user's prompt."""
+    user_token_id: int
+    """Its token, in a user's prompt of ids."""
+    row_placeholder: str
+    """In an expanded prompt there is one for each embedding row. It may be ``placeholder``."""
     placeholder_token_id: int
-    """In an expanded prompt there is one for each embedding row."""
+    """The token of that."""
+    rows_see_each_other: bool
+    """Rows of a part of a picture are attended to by each other, so that they must be computed
+    together."""
     pixel_table: npt.NDArray[np.float32]
     """``[3, 256]``: see `ProcessedImage`."""
     tokens_per_tile: int
@@ -84,9 +91,10 @@ class ImageProcessor(Protocol):
 
 
 _OPTIONS = (
-    "do_image_splitting", "image_mean", "image_std", "max_image_size", "max_image_tokens",
-    "max_pixels", "max_tiles", "min_image_tokens", "min_pixels", "min_tiles", "resample",
-    "rescale_factor", "size", "use_thumbnail",
+    "do_image_splitting", "do_pan_and_scan", "image_mean", "image_std", "max_image_size",
+    "max_image_tokens", "max_pixels", "max_tiles", "min_image_tokens", "min_pixels", "min_tiles",
+    "pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size",
+    "pan_and_scan_min_ratio_to_activate", "resample", "rescale_factor", "size", "use_thumbnail",
 )  # fmt: skip
 """Settings that a user may change."""
 
@@ -110,6 +118,7 @@ def load_image_processor(
     from tellin.loading.image_crop import CroppedImageProcessor
     from tellin.loading.image_grid import GridImageProcessor
     from tellin.loading.image_mixed import MixedImageProcessor
+    from tellin.loading.image_square import SquareImageProcessor
     from tellin.loading.image_tiles import TiledImageProcessor
 
     found = find_vision(path, mmproj)
@@ -121,8 +130,11 @@ def load_image_processor(
     if options:
         settings = _changed(settings, options)
     if hparams.takes_grids:
-        kind = GridImageProcessor if hparams.turns else MixedImageProcessor
-        return kind(hparams, settings)
+        if hparams.turns:
+            return GridImageProcessor(hparams, settings)
+        return MixedImageProcessor(hparams, settings)
+    if hparams.pools:
+        return SquareImageProcessor(hparams, settings)
     if hparams.has_class_row:
         return CroppedImageProcessor(hparams, settings)
     return TiledImageProcessor(hparams, settings)

@@ -58,6 +58,8 @@ _NAMES = (
     (re.compile(r"modality_projection\.proj\."), "projector_1."),
     (re.compile(r"\Alayer_norm\."), "projector_norm."),
     (re.compile(r"linear_([12])\."), r"projector_\1."),
+    (re.compile(r"mm_input_projection_weight\Z"), "projector_1.weight"),
+    (re.compile(r"mm_soft_emb_norm\."), "projector_norm."),
 )
 
 
@@ -98,6 +100,8 @@ class VisionSource:
             tower, self.position_table = grid.tensors, grid.position_table
         else:
             tower = self._prepared(tower)
+        if hparams.pools:
+            projector = self._turned(projector)
         self.tower = EncoderPart(path, hparams.tower, tower)
         act = hparams.projector_act or hparams.tower.hidden_act
         own = replace(
@@ -163,16 +167,31 @@ class VisionSource:
             # A patch of zeros gives a row of zeros, so row 0 of the table makes the class row.
             values = np.array(dequantize(table), dtype=np.float32)
             values[0] += dequantize(class_row).reshape(-1)
-            data = values.reshape(-1).view(np.uint8)
-            tensors["embed_positions.weight"] = TensorRef(
-                table.name, table.shape, QuantType.F32, data
-            )
+            tensors["embed_positions.weight"] = _float32(table, values)
         return tensors
+
+    def _turned(self, tensors: dict[str, TensorRef]) -> dict[str, TensorRef]:
+        """The projector's matrix with a row for each output; files hold a row for each input."""
+        name, hp = "projector_1.weight", self.hparams
+        matrix = self._need(tensors, name)
+        shape = (hp.tower.hidden_size, hp.text_hidden_size)
+        if matrix.shape != shape:
+            raise ModelLoadError(
+                f"{self.path}: the image encoder's projection has shape {matrix.shape}; expected "
+                f"{shape}, of the encoder's and the text model's hidden_size"
+            )
+        return tensors | {name: _float32(matrix, dequantize(matrix).T)}
 
     def _need(self, tensors: Mapping[str, TensorRef], name: str) -> TensorRef:
         if name not in tensors:
             raise ModelLoadError(f"{self.path}: the image encoder's tensor {name!r} is missing")
         return tensors[name]
+
+
+def _float32(tensor: TensorRef, values: Float32Array) -> TensorRef:
+    """Other values in the place of a tensor's."""
+    data = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
+    return TensorRef(tensor.name, values.shape, QuantType.F32, data)
 
 
 @dataclass(frozen=True)
@@ -245,6 +264,10 @@ def open_vision(path: Path, mmproj: Path | None = None) -> VisionSource | None:
         if found.path.is_dir():
             canonical = canonical_qwen_name if found.hparams.turns else _canonical
             tensors = {canonical(name): tensor for name, tensor in tensors.items()}
+            norm = tensors.get("projector_norm.weight")
+            if found.hparams.pools and norm is not None:
+                # Gemma's norms are 1 and what the file has; in GGUF it is added.
+                tensors["projector_norm.weight"] = _float32(norm, 1 + dequantize(norm))
         else:
             tensors = canonical_gguf_vision(tensors, found.hparams)
         return VisionSource(found.path, found.hparams, tensors, files)

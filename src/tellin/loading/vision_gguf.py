@@ -1,8 +1,8 @@
 """Image encoders in GGUF files of their own: ``mmproj-*.gguf`` beside a text model's file.
 
-Reads those whose projector is Idefics3's, so SmolVLM's, LFM2-VL's or one of Qwen's: the text
-model's vocabulary has a token for an image. It knows names and keys; the tensors themselves are
-`tellin.loading.vision`'s.
+Reads those whose projector is Idefics3's, so SmolVLM's, Gemma 3's, LFM2-VL's or one of Qwen's: the
+text model's vocabulary has a token for an image. It knows names and keys; the tensors themselves
+are `tellin.loading.vision`'s.
 
 Source: key and tensor names of the gguf package (0.19), conventions of the reference converter.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading import gguf
@@ -28,15 +29,22 @@ from tellin.loading.vision_gguf_qwen import (
 )
 from tellin.loading.vision_hparams import VisionHParams
 
-_IMAGE_TOKEN = "<image>"
+_IMAGE_TOKENS = {
+    "idefics3": ("<image>",),
+    "gemma3": ("<image_soft_token>", "<start_of_image>"),
+    "lfm2": ("<image>",),
+    **dict.fromkeys(QWEN_PROJECTORS, (QWEN_IMAGE_TOKEN,)),
+}
+"""By projector: what stands for a row in an expanded prompt, and what for a picture in a user's."""
+_GROUPS = {"idefics3": 2, "gemma3": 4, "lfm2": 2}
+"""By projector: patches on a side of a group, where the file does not say."""
 _NAMES = (
     (re.compile(r"v\.patch_embd\."), "patch_embed."),
     (re.compile(r"v\.position_embd\."), "embed_positions."),
     (re.compile(r"v\.post_ln\."), "norm."),
-    (re.compile(r"mm\.model\.fc\."), "projector_1."),
-    (re.compile(r"mm\.input_norm\."), "projector_norm."),
-    (re.compile(r"mm\.[01]\."), "projector_1."),
+    (re.compile(r"mm\.(model\.fc|input_projection|0|1)\."), "projector_1."),
     (re.compile(r"mm\.2\."), "projector_2."),
+    (re.compile(r"mm\.(soft_emb_norm|input_norm)\."), "projector_norm."),
     (re.compile(r"v\.blk\.(\d+)\.ln1\."), r"layers.\1.input_layernorm."),
     (re.compile(r"v\.blk\.(\d+)\.ln2\."), r"layers.\1.post_attention_layernorm."),
     (re.compile(r"v\.blk\.(\d+)\.attn_([qkv])\."), r"layers.\1.self_attn.\2_proj."),
@@ -67,27 +75,25 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
         UnsupportedModelError: another kind of projector or activation.
     """
     path = metadata.path
-    kind = metadata.get_str(
-        "clip.projector_type", metadata.get_str("clip.vision.projector_type", "mlp")
-    )
-    known = ("idefics3", "lfm2", *QWEN_PROJECTORS)
-    if metadata.get_str("general.architecture") != "clip" or kind not in known:
+    kind = _projector(metadata)
+    if metadata.get_str("general.architecture") != "clip" or kind not in _IMAGE_TOKENS:
         raise UnsupportedModelError(
             f"{path}: an image encoder with projector {kind!r} is not supported in GGUF; "
-            f"supported are {', '.join(known)}; limit_mm_per_prompt={{'image': 0}} runs the text "
-            "model"
+            f"supported are {', '.join(_IMAGE_TOKENS)}; limit_mm_per_prompt={{'image': 0}} runs "
+            "the text model"
         )
     if kind in QWEN_PROJECTORS:
-        return gguf_grid_hparams(metadata, kind, *_text_model(model, QWEN_IMAGE_TOKEN))
+        text, token_ids = _text_model(model, _IMAGE_TOKENS[kind])
+        return gguf_grid_hparams(metadata, kind, text, token_ids[0])
     if metadata.get_bool("clip.use_silu", False):
         raise UnsupportedModelError(f"{path}: an image encoder with silu is not supported")
-    text, token_id = _text_model(model, _IMAGE_TOKEN)
+    text, token_ids = _text_model(model, _IMAGE_TOKENS[kind])
     keys = "clip.vision"
     hidden = metadata.get_int(f"{keys}.embedding_length")
     heads = metadata.get_int(f"{keys}.attention.head_count")
     patch_size = metadata.get_int(f"{keys}.patch_size")
     side = metadata.get_int(f"{keys}.image_size") // max(patch_size, 1)
-    group = metadata.get_int(f"{keys}.projector.scale_factor", 2)
+    group = metadata.get_int(f"{keys}.projector.scale_factor", _GROUPS[kind])
     sizes_fit = patch_size >= 1 and 1 <= side <= 128 and 1 <= group <= side
     if not sizes_fit or heads < 1 or hidden % heads:
         raise ModelLoadError(
@@ -99,6 +105,10 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
         raise UnsupportedModelError(
             f"{path}: an image encoder with projector 'lfm2' does not go with a text model "
             f"{text.architecture!r}"
+        )
+    if kind == "gemma3" and side % group:
+        raise ModelLoadError(
+            f"{path}: {side} patches on a side are no whole groups of scale_factor {group}"
         )
     tower = ModelHParams(
         architecture="siglip2" if is_lfm2 else "siglip",
@@ -125,7 +135,9 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
         keeps_class_row=False,
         projector_act="gelu" if is_lfm2 else None,
         text_hidden_size=text.hidden_size,
-        image_token_id=token_id,
+        image_token_id=token_ids[0],
+        pools=kind == "gemma3",
+        begin_token_id=token_ids[1] if len(token_ids) > 1 else None,
         takes_grids=is_lfm2,
         projector_norm_eps=1e-5 if is_lfm2 else None,
     )
@@ -142,10 +154,13 @@ def gguf_image_settings(metadata: TypedMapping, hparams: VisionHParams) -> Typed
     if hparams.takes_grids:
         return TypedMapping(metadata.path, _mixed_settings(metadata))
     tile = metadata.get_int("clip.vision.image_size")
-    settings = {
-        "max_image_size": {"longest_edge": tile},
-        "size": {"longest_edge": metadata.get_int("clip.vision.preproc_image_size", 4 * tile)},
-    }
+    settings: dict[str, Any] = {"size": {"height": tile, "width": tile}}
+    if _projector(metadata) == "idefics3":
+        longest = metadata.get_int("clip.vision.preproc_image_size", 4 * tile)
+        settings = {
+            "max_image_size": {"longest_edge": tile},
+            "size": {"longest_edge": longest},
+        }
     for key in ("image_mean", "image_std"):
         if metadata.has(f"clip.vision.{key}"):
             settings[key] = metadata.get_numbers(f"clip.vision.{key}").tolist()
@@ -181,8 +196,14 @@ def canonical_gguf_vision(
     }
 
 
-def _text_model(model: Path, image_token: str) -> tuple[ModelHParams, int]:
-    """Hyperparameters of a text model, and the id of its token for an image."""
+def _projector(metadata: TypedMapping) -> str:
+    return metadata.get_str(
+        "clip.projector_type", metadata.get_str("clip.vision.projector_type", "mlp")
+    )
+
+
+def _text_model(model: Path, wanted: tuple[str, ...]) -> tuple[ModelHParams, list[int]]:
+    """Hyperparameters of a text model, and the ids of its tokens for images."""
     files = gguf.open_gguf(model)
     try:
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
@@ -191,11 +212,12 @@ def _text_model(model: Path, image_token: str) -> tuple[ModelHParams, int]:
     finally:
         for file in files:
             file.close()
-    if image_token not in tokens:
-        raise UnsupportedModelError(
-            f"{model}: an image encoder lies beside it, but its vocabulary has no {image_token}"
-        )
-    return hparams, tokens.index(image_token)
+    for token in wanted:
+        if token not in tokens:
+            raise UnsupportedModelError(
+                f"{model}: an image encoder lies beside it, but its vocabulary has no {token}"
+            )
+    return hparams, [tokens.index(token) for token in wanted]
 
 
 def _canonical(name: str, hparams: VisionHParams) -> str:

@@ -1,8 +1,8 @@
 """Dimensions of a model's image encoder, from the ``config.json`` of its folder.
 
-Covers SmolVLM, SmolVLM2 and Idefics3 (a SigLIP tower, groups of patches, one matrix), LLaVA-1.5
-(a CLIP tower, two matrices), Qwen2-VL and its successors (pictures of any shape, two matrices). It
-knows no tensors and no pixels.
+Covers SmolVLM, SmolVLM2 and Idefics3 (a SigLIP tower, groups of patches, one matrix), Gemma 3 (the
+same with means of groups), LLaVA-1.5 (a CLIP tower, two matrices), Qwen2-VL and its successors and
+LFM2-VL (pictures of any shape, two matrices). It knows no tensors and no pixels.
 
 Source: the configuration classes' documented fields and defaults (transformers 5.24).
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.hparams import check_hparams
@@ -24,7 +25,9 @@ TILED_MODELS = ("idefics3", "smolvlm")
 GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """``model_type`` of models whose pictures keep their shape."""
 VISION_MODELS = (*TILED_MODELS, "llava", *GRID_MODELS, "lfm2_vl")
-"""``model_type`` of all models with an image encoder that runs here."""
+"""``model_type`` of models with an image encoder beside a text model of any kind."""
+POOLED_MODELS = ("gemma3",)
+"""``model_type`` of models whose groups of patches are averaged, beside Gemma's text model."""
 
 _ACTIVATIONS = {
     "gelu": "gelu",
@@ -67,7 +70,11 @@ class VisionHParams:
     """Layers that see all patches though others have windows."""
     tapped_layers: tuple[int, ...] = ()
     """Layers whose rows become rows for the text model, too (DeepStack)."""
-
+    pools: bool = False
+    """A group of patches becomes their mean, and rows of a tile see each other in the text model
+    (Gemma 3)."""
+    begin_token_id: int | None = None
+    """Stands for a picture in a user's prompt, where it is another than ``image_token_id``."""
     projector_norm_eps: float | None = None
     """Of a norm before the projector's matrices; None: there is none."""
 
@@ -103,7 +110,7 @@ def vision_hparams(config: TypedMapping, text: ModelHParams) -> VisionHParams | 
         UnsupportedModelError: a variant that does not run here.
     """
     model_type = config.get_str("model_type", "")
-    if model_type not in VISION_MODELS or not config.has("vision_config"):
+    if model_type not in (*VISION_MODELS, *POOLED_MODELS) or not config.has("vision_config"):
         return None
     vision = config.get_mapping("vision_config")
     if model_type in TILED_MODELS:
@@ -112,16 +119,19 @@ def vision_hparams(config: TypedMapping, text: ModelHParams) -> VisionHParams | 
         hparams = _grid(config, vision, text)
     elif model_type == "lfm2_vl":
         hparams = _naflex(config, vision, text)
+    elif model_type in POOLED_MODELS:
+        hparams = _pooled(config, vision, text)
     else:
         hparams = _llava(config, vision, text)
     check_hparams(config.path, hparams.tower)
     if hparams.table_side % hparams.group_side and model_type == "llava":
         raise ModelLoadError(f"{config.path}: patches do not form whole groups")
-    if not 0 <= hparams.image_token_id < text.vocab_size:
-        raise ModelLoadError(
-            f"{config.path}: the image token has id {hparams.image_token_id}, but the vocabulary "
-            f"has {text.vocab_size} tokens"
-        )
+    for token_id in (hparams.image_token_id, hparams.begin_token_id or 0):
+        if not 0 <= token_id < text.vocab_size:
+            raise ModelLoadError(
+                f"{config.path}: the image token has id {token_id}, but the vocabulary has "
+                f"{text.vocab_size} tokens"
+            )
     return hparams
 
 
@@ -143,6 +153,47 @@ def _tiled(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> Vi
         text_hidden_size=text.hidden_size,
         image_token_id=config.get_int("image_token_id", 128_257),
     )
+
+
+def _pooled(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> VisionHParams:
+    kind = vision.get_str("model_type", "siglip_vision_model")
+    if kind != "siglip_vision_model":
+        raise UnsupportedModelError(
+            f"{config.path}: an image encoder of type {kind!r} is not supported in a Gemma 3; "
+            "supported is siglip_vision_model; limit_mm_per_prompt={'image': 0} runs the text model"
+        )
+    given = {key: value for key, value in vision.items() if value is not None}
+    vision = TypedMapping(config.path, {"hidden_size": 768, "num_attention_heads": 12, **given})
+    image_size, patch_size = _sizes(vision, 224, 16)
+    side = image_size // patch_size
+    count = config.get_int("mm_tokens_per_image", 256)
+    return VisionHParams(
+        tower=_tower(vision, "siglip", side**2, 768, "gelu_pytorch_tanh", 1e-6),
+        patch_size=patch_size,
+        num_channels=vision.get_int("num_channels", 3),
+        table_side=side,
+        group_side=pooled_group(config.path, side, count),
+        has_class_row=False,
+        keeps_class_row=False,
+        projector_act=None,
+        text_hidden_size=text.hidden_size,
+        image_token_id=config.get_int(
+            "image_token_index", config.get_int("image_token_id", 262_144)
+        ),
+        pools=True,
+        begin_token_id=config.get_int("boi_token_index", 255_999),
+    )
+
+
+def pooled_group(path: Path, side: int, count: int) -> int:
+    """Patches on a side of a group, ``count`` of which make a tile of ``side * side`` patches."""
+    rows = math.isqrt(max(count, 0))
+    if rows < 1 or rows**2 != count or side % rows:
+        raise ModelLoadError(
+            f"{path}: mm_tokens_per_image is {count}, but an image encoder of {side} x {side} "
+            "patches makes squares of equal groups of them"
+        )
+    return side // rows
 
 
 def _llava(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> VisionHParams:

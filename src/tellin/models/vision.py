@@ -4,12 +4,13 @@ All towers are pre-norm encoders. The patches of a tile see each other: all of t
 layers of Qwen2.5-VL, those of a window. SigLIP and CLIP have learned positions, Qwen's patches turn
 by row and column. CLIP starts with a norm, the others end with one. A tile is one request of the
 tower's plan, its patches the given rows; a row that stands for no patch (CLIP's) is given as zeros.
-The projector's rows are groups of the tower's.
+The projector's rows are groups of the tower's, or means of groups.
 
 Source: Dosovitskiy et al. 2021 (ViT), section 3.1; Radford et al. 2021 (CLIP); Zhai et al. 2023
 (SigLIP); Liu et al. 2023 (LLaVA-1.5), section 3; Marafioti et al. 2025 (SmolVLM), section 2; Wang
 et al. 2024 (Qwen2-VL), section 2.1; Bai et al. 2025 (Qwen2.5-VL), section 2.1; Meng et al. 2024
-(DeepStack), section 3; Tschannen et al. 2025 (SigLIP 2), section 2.
+(DeepStack), section 3; Tschannen et al. 2025 (SigLIP 2), section 2; Gemma Team
+2025 (Gemma 3), section 2.1.
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def _record_tower(b: PlanBuilder, hp: VisionHParams) -> Plan:
     x = _norm(b, x, "norm")
     for i in hp.tapped_layers:
         x = b.concat(x, tapped[i])
-    return b.finish(x, hidden=x)
+    # A head that makes one vector of a picture, which the text model does not read.
+    return b.finish(x, hidden=x, ignore=("head.",))
 
 
 def _norm(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
@@ -115,7 +117,10 @@ def _mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
 
 
 def _record_projector(b: PlanBuilder, part: EncoderPart, hp: VisionHParams, is_tap: bool) -> Plan:
-    x = b.input(hp.tower.hidden_size * hp.group_side**2)
+    if hp.pools:
+        x = b.rms_norm(b.input(hp.tower.hidden_size), "projector_norm", weight_offset=0.0)
+    else:
+        x = b.input(hp.tower.hidden_size * hp.group_side**2)
     if is_tap or hp.projector_norm_eps is not None:
         x = b.layer_norm(x, "projector_norm")
     x = b.linear(x, "projector_1")

@@ -136,6 +136,8 @@ class ImageEncoder:
                 f"tiles are {side} patches wide; the image encoder takes at most {hp.table_side}, "
                 f"in groups of {hp.group_side}"
             )
+        if hp.pools and side != hp.table_side:
+            raise EngineError(f"tiles are {side} patches wide, not {hp.table_side}")
 
     def _check_shapes(self, pixels: Pixels, shapes: Sequence[Grid]) -> None:
         hp = self.hparams
@@ -163,7 +165,11 @@ class ImageEncoder:
         states = self._tower.forward(_given(rows, np.tile(positions, num_tiles), starts))
         if hp.has_class_row and not hp.keeps_class_row:
             states = states.reshape(num_tiles, num_rows, -1)[:, 1:]
-        groups = np.ascontiguousarray(states).reshape(-1, hp.tower.hidden_size * hp.group_side**2)
+        states = np.ascontiguousarray(states)
+        if hp.pools:
+            groups = _means(states.reshape(-1, hp.group_side**2, hp.tower.hidden_size))
+        else:
+            groups = states.reshape(-1, hp.tower.hidden_size * hp.group_side**2)
         count = len(groups)
         order = np.arange(count, dtype=np.int32)
         step = _given(groups, order, np.array([0, count], np.int32))
@@ -288,15 +294,31 @@ def tile_positions(hparams: VisionHParams, side: int) -> npt.NDArray[np.int32]:
     table = hparams.table_side
     if hparams.has_class_row:
         return np.arange(side**2 + 1, dtype=np.int32)
+    group = hparams.group_side
+    if hparams.pools:  # of the whole table
+        return _by_group(np.arange(side**2, dtype=np.int32).reshape(side, side), group)
     # In float32, as the models were trained: the rounding decides between neighbours.
     bounds = (np.arange(1, table) * (1.0 / table)).astype(np.float32)
     fractions = np.arange(side, dtype=np.float32) * np.float32(np.float32(1.0) / np.float32(side))
     fractions = np.minimum(fractions, np.float32(1.0 - 1e-6))
     places = np.searchsorted(bounds, fractions, side="right").astype(np.int32)
     square = places[:, None] * table + places[None, :]
-    group = hparams.group_side
-    blocks = square.reshape(side // group, group, side // group, group)
+    return _by_group(square, group)
+
+
+def _by_group(square: npt.NDArray[np.int32], group: int) -> npt.NDArray[np.int32]:
+    """A square's values group by group, row by row within each."""
+    count = len(square) // group
+    blocks = square.reshape(count, group, count, group)
     return np.ascontiguousarray(blocks.transpose(0, 2, 1, 3)).reshape(-1)
+
+
+def _means(groups: Float32Array) -> Float32Array:
+    """Means over axis 1, added in its order, so that each depends on its own values only."""
+    total = groups[:, 0].copy()
+    for index in range(1, groups.shape[1]):
+        total += groups[:, index]
+    return total / np.float32(groups.shape[1])
 
 
 def _given(

@@ -36,6 +36,7 @@ from tellin.worker.lora import AdapterBackend, LoRAManager
 from tellin.worker.pooler import Pooler, PoolRows, token_types
 from tellin.worker.prompt_logprobs import ProcessedRows, PromptLogprobs, PromptRows
 from tellin.worker.rope_positions import has_grids, with_rope
+from tellin.worker.seen_ends import whole_head, with_seen_ends
 from tellin.worker.spec_decode import make_drafter
 from tellin.worker.steady_decode import SteadyDecode
 from tellin.worker.step_inputs import StepInputs, build_inputs, build_step, with_saves
@@ -73,6 +74,8 @@ class ModelRunner:
         model = config.model_config
         self.images = images
         self.given = GivenRows(images, model.enable_prompt_embeds)
+        multimodal = config.multimodal_config
+        self._rows_see_each_other = multimodal is not None and multimodal.rows_see_each_other
         self.config = config
         self.block_size = config.cache_config.block_size
         self.vocab_size = model.vocab_size
@@ -278,6 +281,8 @@ class ModelRunner:
         if not states:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
         inputs.step = with_rope(with_given(inputs.step, given), states, computed, counts)
+        if self._rows_see_each_other:
+            inputs.step = with_seen_ends(inputs.step, states, computed, counts)
         if pooling and self._has_token_types:
             types = token_types([state.pooling_params for state in states], computed, counts)
             inputs.step = replace(inputs.step, token_types=types)
@@ -345,7 +350,10 @@ class ModelRunner:
                 continue
             num_rows = table.num_rows(int(computed[row]), int(counts[row]))
             while num_rows > budget:
-                head = min(num_rows, self._max_prompt_logits, int(counts[row]) - 1)
+                most = int(counts[row]) - 1
+                head = min(num_rows, self._max_prompt_logits, most)
+                if self._rows_see_each_other:
+                    head = whole_head(state.mm_features, int(computed[row]), head, most)
                 if head == 0:
                     break
                 self._run_head(table, state, int(computed[row]), head, step)
@@ -378,6 +386,8 @@ class ModelRunner:
             step = with_saves(step, {state.req_id: 0}, scheduled.state_saves)
         step = with_given(step, self.given.gather([state], starts, counts, self.backend))
         step = with_rope(step, [state], starts, counts)
+        if self._rows_see_each_other:
+            step = with_seen_ends(step, [state], starts, counts)
         self._fill(rows, self.backend.forward(step), 0)
         self._follow(slots, step)
         if self.drafter is not None and self.drafter.needs_hidden:

@@ -353,11 +353,12 @@ class Attention(Op):
     ``q``, ``out`` ``[num_tokens, num_heads * head_dim]``; ``k``, ``v``
     ``[num_tokens, num_kv_heads * head_dim]``; with ``value_dim``, at most head_dim, heads of ``v``
     and ``out`` have that many values. A query at position p sees positions
-    ``(p - sliding_window, p]`` of its own request (all up to p without a window). Query head h uses
-    kv head ``h // (num_heads / num_kv_heads)``. Scores are q.k * scale; with ``softcap`` c they
-    become c * tanh(score / c). ``causal=False``: every query sees the whole request, or with
-    a window the positions ``(p - sliding_window, p + sliding_window)`` of it; the request must be
-    scheduled in one step, the cache is neither written nor read, and ``layer`` is -1. ``sinks``
+    ``(p - sliding_window, p]`` of its own request (all up to p without a window), and behind p as
+    far as `StepBatch.seen_ends` says. Query head h uses kv head
+    ``h // (num_heads / num_kv_heads)``. Scores are q.k * scale; with ``softcap`` c they become
+    c * tanh(score / c). ``causal=False``: every query sees the whole request, or with a window the
+    positions ``(p - sliding_window, p + sliding_window)`` of it; the request must be scheduled in
+    one step, the cache is neither written nor read, and ``layer`` is -1. ``sinks``
     ``(num_heads,)``: one more score per head in the softmax's denominator, that of a position
     without a value. Source of sinks: OpenAI 2025 (gpt-oss model card), section 2. ``windowed``, if
     not causal: a query sees its part of the request, which `StepBatch.window_starts` cuts.

@@ -111,6 +111,7 @@ class About(msgspec.Struct):
     isa: str
     num_threads: int
     version: str
+    takes_images: bool
 
 
 class EngineEvent(msgspec.Struct):
@@ -268,6 +269,7 @@ def _about(context: ServingContext) -> About:
         ready.isa,
         ready.num_threads,
         ready.tellin_version,
+        context.engine.config.multimodal_config is not None,
     )
 
 

@@ -116,6 +116,7 @@ async function watch() {
     for await (const event of events(response)) {
       attempt = 0;
       engine.take(event);
+      chat.pictures.enable(event.about.takes_images);
       showEngine(event);
     }
   } catch (error) {

@@ -4,6 +4,7 @@
 import { ApiError, apiKey, call, events } from "./api.js";
 import { byId, copyText, dress, h, recall, remember } from "./dom.js";
 import { MessageView } from "./message.js";
+import { contentOf, Pictures } from "./pictures.js";
 import { curl, python } from "./snippets.js";
 import { readToken } from "./tokens.js";
 
@@ -28,6 +29,7 @@ export class Chat {
     this.scroller = byId("scroller");
     this.atEnd = true;
     this.prompt = byId("prompt");
+    this.pictures = new Pictures(announce, () => this.#follow());
     this.#listen();
     for (const message of restored()) this.#add(message);
     this.#refresh();
@@ -74,10 +76,11 @@ export class Chat {
 
   #submit() {
     const text = this.prompt.value.trim();
-    if (!text) return;
+    const images = this.pictures.take();
+    if (!text && !images.length) return;
     this.prompt.value = "";
     this.#fitPrompt();
-    this.send(text);
+    this.send(text, images);
   }
 
   #fitPrompt() {
@@ -109,15 +112,23 @@ export class Chat {
     dress(button, this.running ? "stop" : "send");
     button.setAttribute("aria-label", this.running ? "Stop" : "Send");
     button.classList.toggle("stop", Boolean(this.running));
-    remember("sessionStorage", STORED, JSON.stringify(this.messages.map(({ role, content }) => ({ role, content }))));
+    this.#keep();
+  }
+
+  /** For a reload; without the pictures, which are said to be lost then, where they are too large. */
+  #keep() {
+    const kept = this.messages.map(({ role, content, images, numLost }) => ({ role, content, images, numLost }));
+    if (remember("sessionStorage", STORED, JSON.stringify(kept))) return;
+    const texts = kept.map(({ role, content, images = [], numLost = 0 }) => ({ role, content, numLost: numLost + images.length }));
+    remember("sessionStorage", STORED, JSON.stringify(texts));
   }
 
   // ------------------------------------------------------------------ the conversation
 
   /** Add the user's message and answer it. */
-  send(text) {
+  send(text, images = []) {
     if (this.running) return;
-    this.#add({ role: "user", content: text });
+    this.#add({ role: "user", content: text, images });
     this.#answer();
   }
 
@@ -185,7 +196,7 @@ export class Chat {
     const index = this.messages.indexOf(message);
     if (message.role === "user") {
       this.#truncate(index);
-      this.send(text);
+      this.send(text, message.images);
       return;
     }
     Object.assign(message, { content: text, tokens: [], error: null, finish: null, numTokens: 0, speed: 0 });
@@ -217,9 +228,11 @@ export class Chat {
 
   // ------------------------------------------------------------------ a request
 
-  #body(continues) {
+  #body(continues, urlOf = undefined) {
     const { settings } = this;
-    const messages = this.messages.filter((it) => it.content).map(({ role, content }) => ({ role, content }));
+    const messages = this.messages
+      .filter((it) => it.content || it.images?.length)
+      .map((it) => ({ role: it.role, content: contentOf(it, urlOf) }));
     if (settings.system) messages.unshift({ role: "system", content: settings.system });
     const body = { model: this.model, messages, ...settings.params() };
     if (continues) Object.assign(body, { continue_final_message: true, add_generation_prompt: false });
@@ -322,13 +335,19 @@ export class Chat {
   }
 
   #writeCode() {
-    const body = this.#body(false);
+    const files = new Map(); // what stands for a picture's data in the code, and the file that has it
+    const secret = crypto.getRandomValues(new Uint32Array(4)).join("-");
+    const body = this.#body(false, ({ name, url }) => {
+      const mark = `${secret}-${files.size};`;
+      files.set(mark, name);
+      return url.slice(0, url.indexOf(",") + 1) + mark;
+    });
     if (!body.messages.some((it) => it.role === "user")) {
       body.messages.push({ role: "user", content: this.prompt.value.trim() || "Hello!" });
     }
     // The last answer is what the code is going to ask for.
     if (body.messages.at(-1).role === "assistant") body.messages.pop();
-    byId("code-text").textContent = this.language(location.origin, body, Boolean(apiKey.get()));
+    byId("code-text").textContent = this.language(location.origin, body, Boolean(apiKey.get()), files);
   }
 }
 

@@ -3,6 +3,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 
 const ICONS = {
+  picture: "M4 5h16v14H4zM4 16l5-5 4 4 2.5-2.5L20 17M15.5 9.5h.01",
   send: "M12 19V5M5 12l7-7 7 7",
   stop: "M7 7h10v10H7z",
   copy: "M9 9h11v11H9zM5 15H4V4h11v1",
@@ -85,13 +86,14 @@ export function color(name) {
   return value;
 }
 
-/** `localStorage` and `sessionStorage` that may be off. */
+/** `localStorage` and `sessionStorage` that may be off, or full: then false, and nothing is changed. */
 export function remember(storage, key, value) {
   try {
     if (value === null) window[storage].removeItem(key);
     else window[storage].setItem(key, value);
+    return true;
   } catch {
-    // Nothing is remembered then.
+    return false;
   }
 }
 

@@ -2,6 +2,7 @@
 
 import { copyText, h, icon } from "./dom.js";
 import { MarkdownView } from "./markdown.js";
+import { thumbnail } from "./pictures.js";
 import { TokenView } from "./tokens.js";
 
 const NAMES = { user: "You", assistant: "Assistant", system: "System" };
@@ -34,6 +35,7 @@ export class MessageView {
       { class: `message ${message.role}`, "aria-label": `${NAMES[message.role]} wrote` },
       h("h2", { class: "who", text: NAMES[message.role] }),
       this.thoughts,
+      ...pictures(message),
       this.text,
       this.tokenBox,
       this.notice,
@@ -68,6 +70,7 @@ export class MessageView {
     if (showTokens) this.tokens.update(message.tokens);
     else if (this.markdown) this.markdown.update(message.content);
     else this.text.textContent = message.content;
+    if (!message.content && message.images?.length) this.text.hidden = true;
     this.thoughts.hidden = !message.reasoning;
     if (message.reasoning) this.thoughtText.textContent = message.reasoning;
     this.usage.textContent = message.role === "assistant" ? usageLine(message) : "";
@@ -120,6 +123,13 @@ export class MessageView {
     this.text.before(form);
     area.focus();
   }
+}
+
+function pictures({ images = [], numLost = 0 }) {
+  const shown = [];
+  if (images.length) shown.push(h("div", { class: "pictures" }, ...images.map(thumbnail)));
+  if (numLost) shown.push(h("p", { class: "muted lost", text: `${numLost} ${numLost === 1 ? "picture" : "pictures"} not kept: too large` }));
+  return shown;
 }
 
 function describe(error) {
