@@ -77,13 +77,15 @@ class Embed(Op):
 
     A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; a
     plan with tables of different widths takes no such rows. After an `Input`, to which they belong
-    then, every id is looked up.
+    then, every id is looked up. Rows of a prompt of embeddings are given multiplied by
+    ``given_scale``: 1 in models whose scale is part of their input embeddings.
     """
 
     weight: TensorRef
     out: Buffer
     scale: float = 1.0
     rest_is_first: bool = False
+    given_scale: float = 1.0
 
 
 @dataclass(frozen=True)
