@@ -24,6 +24,7 @@ from tellin.loading.dequantize import dequantize
 from tellin.loading.gated_delta import value_head_order
 from tellin.loading.hparams import NEIGHBOUR_PAIRS
 from tellin.loading.json_file import read_json_object
+from tellin.loading.name_patterns import NamePatterns
 from tellin.loading.names import canonical_hf_name, fused_order, fused_parts
 from tellin.loading.safetensors import SafetensorsFile
 from tellin.loading.tensors import ModelHParams, TensorRef
@@ -124,6 +125,8 @@ class _Reader:
         self.sites = sites
         self.max_rank = max_rank
         self.reasons: list[str] = []
+        self._alphas = NamePatterns(config, "alpha_pattern")
+        self._ranks = NamePatterns(config, "rank_pattern")
 
     def read(self, tensors: Mapping[str, TensorRef]) -> Adapter:
         self._check_config()
@@ -205,6 +208,12 @@ class _Reader:
                 f"its rank is {rank}, the engine's max_lora_rank {self.max_rank}; raise that"
             )
             return {}
+        if self.config.has("r") and rank != self._rank(layer):
+            self.reasons.append(
+                f"{CONFIG_NAME} gives {layer} rank {self._rank(layer)} ('r' or 'rank_pattern'), "
+                f"its matrices have {rank}"
+            )
+            return {}
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             self.reasons.append(f"{layer} holds NaN or infinity")
             return {}
@@ -232,21 +241,21 @@ class _Reader:
         return found
 
     def _scale(self, layer: str, rank: int) -> float:
-        alpha = self.config.get_float("lora_alpha")
-        if self.config.has("alpha_pattern"):
-            patterns = self.config.get_mapping("alpha_pattern")
-            for pattern in patterns:
-                try:
-                    applies = re.match(rf"(.*\.)?({pattern})\Z", layer)
-                except re.error as error:
-                    raise AdapterError(
-                        f"{self.path}: alpha_pattern has {pattern!r}, which is no pattern: {error}"
-                    ) from None
-                if applies:
-                    alpha = patterns.get_float(pattern)
-                    break
+        """What B is multiplied by: the alpha of the layer over its rank."""
+        key = self._alphas.find(layer)
+        if key is None:
+            alpha = self.config.get_float("lora_alpha")
+        else:
+            alpha = self.config.get_mapping("alpha_pattern").get_float(key)
         rs = self.config.get_bool("use_rslora", False)
         return alpha / (math.sqrt(rank) if rs else rank)
+
+    def _rank(self, layer: str) -> int:
+        """The rank that the configuration gives the layer."""
+        key = self._ranks.find(layer)
+        if key is None:
+            return self.config.get_int("r")
+        return self.config.get_mapping("rank_pattern").get_int(key)
 
     def _reordered(self, layer: str, b: Floats) -> Floats:
         """Output rows in the order of the model's own.
