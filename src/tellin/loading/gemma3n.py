@@ -44,7 +44,7 @@ def gemma3n_from_config(config: TypedMapping) -> ModelHParams:
                 f"{config.path}: {key!r} is {config[key]!r}, which is not supported for 'gemma3n'; "
                 f"supported is {supported!r}"
             )
-    num_layers = checked_num_layers(config.path, config.get_int("num_hidden_layers", 35))
+    num_layers = checked_num_layers(config.path, config.get_int("num_hidden_layers", 35), config)
     is_sliding = sliding_layers(config, num_layers, 5)
     theta, local_theta = _thetas(config)
     inner = config.get("intermediate_size", 16_384)
@@ -86,7 +86,7 @@ def gemma3n_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     def number(key: str, default: float | None = None) -> float:
         return metadata.get_float(f"{ARCHITECTURE}.{key}", default)
 
-    num_layers = checked_num_layers(metadata.path, integer("block_count"))
+    num_layers = checked_num_layers(metadata.path, integer("block_count"), metadata)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or num_layers > len(tensors):
         raise ModelLoadError(

@@ -51,7 +51,7 @@ def gemma4_from_config(config: TypedMapping, is_unified: bool = False) -> ModelH
             f"{path}: activation {activation!r} is not supported for 'gemma4'; "
             f"supported is {_ACTIVATION}"
         )
-    num_layers = checked_num_layers(path, config.get_int("num_hidden_layers"))
+    num_layers = checked_num_layers(path, config.get_int("num_hidden_layers"), config)
     is_sliding = sliding_layers(config, num_layers)
     layers = _config_layers(config, is_sliding)
     hidden_size = config.get_int("hidden_size")
@@ -106,7 +106,7 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
         values = metadata.get_integers(full, at_least=num_layers)
         return [int(value) for value in values[:num_layers]]
 
-    num_layers = checked_num_layers(path, integer("block_count"))
+    num_layers = checked_num_layers(path, integer("block_count"), metadata)
     if num_layers > len(tensors):
         raise ModelLoadError(f"{path}: has {num_layers} layers, but only {len(tensors)} tensors")
     embedding = tensors.get("token_embd.weight")
