@@ -6,28 +6,20 @@ Every case is a mutation of a model that loads; what a file leaves out, its fami
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tellin.exceptions import LoadError, ModelLoadError
-from tellin.loading.gguf import GGUFFile
+from tellin.exceptions import LoadError
+from tellin.loading.gguf import GGUFFile, StringArray
 from tellin.loading.model_source import open_metadata, open_model
-from tests.loading.gguf_writer import write_gguf
+from tests.loading.gguf_writer import RawTensor, Typed, write_gguf
 from tests.models.encoder_files import write_encoder_gguf
-from tests.models.encoders import write_encoder
-from tests.models.gemma3n import write_folder, write_gguf_file
+from tests.models.gemma3n import write_gguf_file
 from tests.models.tiny_hybrids import write_tiny_hybrid
-from tests.models.tiny_hybrids_gguf import write_tiny_hybrid_gguf
-
-
-def refusal(path: Path) -> str:
-    """The error of opening a model, with what an engine wants of it."""
-    with pytest.raises(LoadError) as error:
-        open_metadata(path)
-    return str(error.value)
 
 
 def changed(folder: Path, name: str = "config.json", **keys: Any) -> Path:
@@ -64,3 +56,75 @@ def test_names_are_those_of_the_configuration(
     folder = changed(write_tiny_hybrid(tmp_path, family), **{key: value})
     with pytest.raises(LoadError, match=rf"config\.json: .*{words}"):
         open_metadata(folder)
+
+
+def changed_gguf(path: Path, **keys: Any) -> Path:
+    """The file with entries of its metadata changed; ``__`` in a name stands for a dot."""
+    file = GGUFFile(path)
+    values = {key: list(v) if isinstance(v, StringArray) else v for key, v in file.metadata.items()}
+    values |= {key.replace("__", "."): value for key, value in keys.items()}
+    tensors = {
+        name: RawTensor(tensor.shape, int(tensor.quant_type), tensor.data.tobytes())
+        for name, tensor in file.tensors.items()
+    }
+    file.close()
+    return write_gguf(path.with_name("changed.gguf"), values, tensors)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("attention__sliding_window_pattern", "x", "is a str, .*'x'"),
+        (
+            "attention__sliding_window_pattern",
+            [[1], [0]],
+            r"is an array, expected an array of numbers",
+        ),
+        ("attention__sliding_window_pattern", np.array([1, 0]), "has 2 entries, expected 7"),
+        ("attention__sliding_window_pattern", np.full(7, 1 << 62), "holds 4611686018427387904 for"),
+        ("feed_forward_length", np.array([-1, 2]), r"\[-1, 2\], which makes intermediate_size -1"),
+        ("attention__layer_norm_rms_epsilon", Typed(12, math.nan), "is nan, not a finite number"),
+        ("attention__shared_kv_layers", Typed(5, -1), r"-1 of 7 layers share .*shared_kv_layers"),
+        ("activation_sparsity_scale", np.array([1.0, 2.0]), "there are 2 .*sparsity_scale"),
+        ("altup__active_idx", 3, "altup.active_idx is 3"),
+        ("altup__num_inputs", 1 << 40, "altup.num_inputs is 1099511627776"),
+        ("embedding_length", 0, "embedding_length is 0"),
+    ],
+)
+def test_names_are_those_of_gemma3n_metadata(
+    tmp_path: Path, key: str, value: Any, words: str
+) -> None:
+    path = changed_gguf(write_gguf_file(tmp_path / "m.gguf"), **{f"gemma3n__{key}": value})
+    with pytest.raises(LoadError, match=rf"changed\.gguf: .*{words}") as error:
+        open_metadata(path)
+    assert key.rpartition("__")[2] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "words"),
+    [
+        ("gemma", "attention__sliding_window_pattern", np.array([1]), "has 1 entries, expected 3"),
+        ("gemma", "attention__sliding_window_pattern", Typed(5, -3), "is -3, allowed are 1 to"),
+        ("gemma", "attention__head_count_kv", np.full(3, 1 << 62), "head_count_kv is "),
+        ("modernbert", "attention__sliding_window_pattern", np.array([], np.int32), "0 entries"),
+        ("modernbert", "embedding_length", 3, "head_dim is 0 .*embedding_length is 3 and"),
+        ("nomic", "attention__head_count", 0, "has 0 .*head_count"),
+        ("nomic", "attention__layer_norm_epsilon", "x", "is a str, .*'x'"),
+    ],
+)
+def test_names_are_those_of_an_encoders_metadata(
+    tmp_path: Path, case: str, key: str, value: Any, words: str
+) -> None:
+    path = write_encoder_gguf(tmp_path / "m.gguf", case)
+    with open_model(path) as source:
+        name = f"{source.hparams.architecture}__{key}"
+    with pytest.raises(LoadError, match=rf"changed\.gguf: .*{words}"):
+        open_metadata(changed_gguf(path, **{name: value}))
+
+
+def test_kinds_of_tokens_that_are_none(tmp_path: Path) -> None:
+    types = np.ones(64, np.int32)
+    types[5] = 99
+    path = changed_gguf(write_gguf_file(tmp_path / "m.gguf"), tokenizer__ggml__token_type=types)
+    with pytest.raises(LoadError, match=r"tokenizer\.ggml\.token_type holds 99, allowed are 0"):
+        open_metadata(path)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.hparams import sliding_by_layer
+from tellin.loading.hparams import checked_num_layers, sliding_by_layer
 from tellin.loading.key_names import describe
 from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
@@ -159,11 +159,13 @@ def encoder_from_gguf(metadata: TypedMapping, architecture: str, vocab_size: int
     window = metadata.get_int(key("attention.sliding_window"), 0)
     if not is_modern or window == 0:
         return hparams
-    pattern = metadata.get(key("attention.sliding_window_pattern"))
-    if isinstance(pattern, np.ndarray):
-        every = _global_every(metadata, [not flag for flag in pattern.tolist()][:num_layers])
+    pattern = key("attention.sliding_window_pattern")
+    if isinstance(metadata.get(pattern), np.ndarray):
+        num_layers = checked_num_layers(metadata.path, num_layers, metadata)
+        flags = metadata.get_flags(pattern, num_layers)
+        every = _global_every(metadata, [not flag for flag in flags])
     else:
-        every = metadata.get_int(key("attention.sliding_window_pattern"), 3)
+        every = metadata.get_int(pattern, 3)
     return replace(
         hparams,
         sliding_window=window // 2 + 1,

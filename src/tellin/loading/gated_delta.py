@@ -158,7 +158,7 @@ def linear_attention_from_gguf(metadata: TypedMapping, hparams: ModelHParams) ->
     )
     recurrent = f"{architecture}.attention.recurrent_layers"
     if metadata.has(recurrent):
-        flags = metadata.get_numbers(recurrent)[: hparams.num_hidden_layers]
+        flags = metadata.get_flags(recurrent, hparams.num_hidden_layers)
         kinds = tuple(KINDS[0] if flag else KINDS[1] for flag in flags)
     else:
         interval = metadata.get_int(f"{architecture}.full_attention_interval", 4)

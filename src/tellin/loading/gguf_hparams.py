@@ -203,7 +203,8 @@ class _Reader:
             if num_experts > 0:
                 raise UnsupportedModelError(
                     f"{self.path}: is a mixture of {num_experts} experts, which is not supported "
-                    f"for {architecture!r}; it is for llama, {', '.join(WITH_EXPERTS)}"
+                    f"for {architecture!r} (expert_count); it is for llama, "
+                    f"{', '.join(WITH_EXPERTS)}"
                 )
             return hparams
         if architecture == "granitehybrid" and num_experts == 0:
@@ -284,8 +285,8 @@ class _Reader:
         value_dim = self._int("attention.value_length", head_dim)
         if value_dim != head_dim and self.architecture not in WITH_LATENTS:
             raise UnsupportedModelError(
-                f"{self.path}: {self.architecture}.attention.value_length is {value_dim}, but keys "
-                f"have {head_dim} dimensions; only equal ones are supported"
+                f"{self.path}: {self.architecture}.attention.value_length is {value_dim} and "
+                f"attention.key_length {head_dim}; only equal ones are supported"
             )
         return head_dim
 
@@ -306,7 +307,7 @@ class _Reader:
     def _sliding_window_pattern(self) -> int | None:
         key = f"{self.architecture}.attention.sliding_window_pattern"
         if isinstance(self.metadata.get(key), np.ndarray):
-            layers = [bool(flag) for flag in self.metadata.get_numbers(key)[: self.num_layers]]
+            layers = self.metadata.get_flags(key, self.num_layers)
             return global_layer_pattern(self.path, layers)
         default = _SLIDING_PATTERN_DEFAULTS.get(self.architecture, 0)
         return self.metadata.get_int(key, default) or None

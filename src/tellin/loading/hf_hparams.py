@@ -393,12 +393,7 @@ class _Reader:
             raise UnsupportedModelError(f"{self.path}: 'use_sliding_window' is not supported")
         if not self.config.has("no_rope_layers"):
             return self.config.get_int("no_rope_layer_interval", 4)
-        rotates = self.config.get_numbers("no_rope_layers")[: self.num_layers]
-        if len(rotates) < self.num_layers:
-            raise ModelLoadError(
-                f"{self.path}: no_rope_layers has {len(rotates)} entries for "
-                f"{self.num_layers} layers"
-            )
+        rotates = self.config.get_flags("no_rope_layers", self.num_layers)
         return every_nth_layer(self.path, "not rotating", [not flag for flag in rotates])
 
     def _rope_scaling(self) -> RopeScaling:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from tellin.loading.typed_mapping import TypedMapping
 
 _ROPES = ("rope_parameters.", "rope_parameters.full_attention.", "rope_scaling.")
@@ -47,7 +49,11 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
         "head_dim",
         "attention.key_length",
     ),
-    "rope scaling factor": (*(f"{rope}factor" for rope in _ROPES), "rope.scaling.factor"),
+    "rope scaling factor": (
+        *(f"{rope}factor" for rope in _ROPES),
+        "rope.scaling.factor",
+        "rope.scale_linear",
+    ),
     "rope attention_factor": (
         *(f"{rope}attention_factor" for rope in _ROPES),
         "rope.scaling.attn_factor",
@@ -111,12 +117,19 @@ def describe(source: TypedMapping | None, field: str, value: object) -> str:
     """
     shown = f"{value!s:.40}"
     found = None if source is None else _find(source, field)
+    if source is None:
+        return f"{field} is {shown}"
+    if found is None and field == "head_dim":
+        parts = (_find(source, name) for name in ("hidden_size", "num_attention_heads"))
+        told = " and ".join(f"{key} is {given!s:.40}" for key, given in filter(None, parts))
+        return f"head_dim is {shown} (the file has no key for it; {told})"
     if found is None:
-        unsaid = "" if source is None else " (the file has no key for it)"
-        return f"{field} is {shown}{unsaid}"
+        return f"{field} is {shown} (the file has no key for it)"
     key, given = found
-    if given == value:
+    if type(given) in (int, float) and given == value:
         return f"{key} is {shown}"
+    if isinstance(given, np.ndarray):
+        given = given[:8].tolist()
     return f"{key} is {given!r:.60}, which makes {field} {shown}"
 
 

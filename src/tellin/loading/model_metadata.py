@@ -94,6 +94,12 @@ class ModelMetadata:
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
 
+    def sampling_key(self, name: str) -> str:
+        """What the model's file calls one of `generation_defaults`."""
+        names = _GGUF_SAMPLING if self.file_format == "gguf" else _HF_SAMPLING
+        key = next(key for key, value in names.items() if value == name)
+        return f"general.sampling.{key}" if self.file_format == "gguf" else key
+
     @property
     def is_encoder(self) -> bool:
         """Whether every token sees the whole text, so that a text is computed in one step."""

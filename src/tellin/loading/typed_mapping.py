@@ -123,6 +123,19 @@ class TypedMapping(Mapping[str, Any]):
             raise ModelLoadError(f"{self._named(key)} is an array of {value.dtype}s, not integers")
         return value
 
+    def get_flags(self, key: str, count: int) -> list[bool]:
+        """The first ``count`` entries of an array that has as many, each true or false, or 1 or 0.
+
+        Raises `ModelLoadError` also if there are too few, or others.
+        """
+        flags: list[int] = self.get_integers(key, count)[:count].tolist()
+        for index, flag in enumerate(flags):
+            if flag not in (0, 1):
+                raise ModelLoadError(
+                    f"{self._named(key)} holds {flag} for layer {index}, expected true or false"
+                )
+        return [bool(flag) for flag in flags]
+
     def get_mapping(self, key: str) -> TypedMapping:
         value = self._get(key, None, "an object")
         if not isinstance(value, dict):
