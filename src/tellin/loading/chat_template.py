@@ -56,7 +56,8 @@ class ChatTemplate:
             self._template = _environment().from_string(text)
         except (jinja2.TemplateError, RecursionError) as error:
             raise InvalidParameterError(
-                f"the chat template is not valid Jinja: {error}", parameter="chat_template"
+                f"the chat template is not valid Jinja: {error}{_line_of(error)}",
+                parameter="chat_template",
             ) from None
 
     def render(
@@ -146,9 +147,22 @@ class ChatTemplate:
 
 
 @functools.lru_cache(maxsize=16)
-def compile_template(text: str) -> ChatTemplate:
-    """`ChatTemplate`, kept for the templates used last: compiling takes a millisecond or more."""
-    return ChatTemplate(text)
+def compile_template(text: str, source: Path | None = None) -> ChatTemplate:
+    """`ChatTemplate`, kept for the templates used last: compiling takes a millisecond or more.
+
+    ``source``: the model that it came with, for the error's message.
+    """
+    try:
+        return ChatTemplate(text)
+    except InvalidParameterError as error:
+        if source is None:
+            raise
+        raise InvalidParameterError(f"{source}: {error}", parameter="chat_template") from None
+
+
+def _line_of(error: Exception) -> str:
+    line = getattr(error, "lineno", None)
+    return "" if line is None else f" (line {line})"
 
 
 class _TemplateRefusalError(Exception):

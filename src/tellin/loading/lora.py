@@ -23,7 +23,7 @@ from tellin.exceptions import AdapterError, AdapterNotFoundError, LoadError
 from tellin.loading.dequantize import dequantize
 from tellin.loading.gated_delta import value_head_order
 from tellin.loading.hparams import NEIGHBOUR_PAIRS
-from tellin.loading.json_file import read_json_object
+from tellin.loading.json_file import is_file, read_json_object
 from tellin.loading.name_patterns import NamePatterns
 from tellin.loading.names import canonical_hf_name, fused_order, fused_parts
 from tellin.loading.safetensors import SafetensorsFile
@@ -102,7 +102,7 @@ def _check_files(path: Path) -> None:
             f"{path}: no such folder; an adapter is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}"
         )
     for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if (path / name).is_file():
+        if is_file(path / name):
             continue
         pickles = [p.name for p in (path / "adapter_model.bin", path / "adapter_model.pt")]
         found = next((p for p in pickles if name == WEIGHTS_NAME and (path / p).is_file()), None)

@@ -18,7 +18,7 @@ from tellin.exceptions import ModelLoadError
 from tellin.loading.encoder_hparams import ROTARY_ENCODERS
 from tellin.loading.gguf_vocab import GGUFVocabulary
 from tellin.loading.hparams import check_hparams
-from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.json_file import is_file, read_file, read_optional_json_object
 from tellin.loading.pooling import pooler_from_folder, pooler_from_gguf
 from tellin.loading.templates import templates_from_folder, templates_from_gguf
 from tellin.loading.tensors import ModelHParams
@@ -27,6 +27,8 @@ from tellin.loading.typed_mapping import TypedMapping
 ENCODER_ARCHITECTURES = ("bert", "gemma-embedding", *ROTARY_ENCODERS)
 """Those whose tokens see the whole text: they cannot generate."""
 
+_MAX_TOKENIZER_BYTES = 256 << 20
+"""Of a ``tokenizer.json``: those of the largest vocabularies have 35 MB."""
 _GGUF_SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -211,7 +213,7 @@ class _TokenInventory:
 
     @classmethod
     def read(cls, path: Path) -> _TokenInventory:
-        if not path.is_file():
+        if not is_file(path):
             return cls(0, {})
         file = _read_tokenizer(path)
         vocab = file.model.vocab
@@ -225,11 +227,9 @@ class _TokenInventory:
 
 def _read_tokenizer(path: Path) -> _TokenizerFile:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+        return msgspec.json.decode(read_file(path, _MAX_TOKENIZER_BYTES), type=_TokenizerFile)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: is not a usable tokenizer file: {error}") from None
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def find_token(path: Path, text: str) -> int | None:

@@ -14,7 +14,7 @@ import msgspec
 
 from tellin.config import PoolerConfig
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.json_file import is_file, read_file, read_optional_json_object
 from tellin.loading.typed_mapping import TypedMapping
 
 _GGUF_POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}
@@ -245,13 +245,11 @@ def _score_activation(config: TypedMapping) -> str:
 
 def module_list(path: Path) -> list[tuple[str, str]]:
     """Class name and folder of each module, in order; none without a file."""
-    if not path.is_file():
+    if not is_file(path):
         return []
     try:
-        values: Any = msgspec.json.decode(path.read_bytes())
+        values: Any = msgspec.json.decode(read_file(path))
         return [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in values]
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: is not valid JSON: {error}") from None
     except (TypeError, KeyError, IndexError):

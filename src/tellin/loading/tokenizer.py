@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, overload
 from tellin.exceptions import InvalidParameterError, ModelLoadError, UnsupportedFeatureError
 from tellin.loading.gguf_tokenizer import SPACE, build_backend
 from tellin.loading.gguf_vocab import GGUFVocabulary
-from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.json_file import is_file, read_optional_json_object
 from tellin.loading.model_metadata import token_text
 from tellin.loading.templates import templates_from_folder, templates_from_gguf
 from tellin.loading.typed_mapping import TypedMapping
@@ -273,7 +273,8 @@ class Tokenizer:
                 "describe the tools in a system message"
             )
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
-        return compile_template(text).render(
+        template = compile_template(text, None if text == chat_template else self.source)
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -345,7 +346,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     import tokenizers
 
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not is_file(path):
         raise ModelLoadError(f"{folder}: has no tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
