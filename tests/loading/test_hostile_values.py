@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +130,83 @@ def test_kinds_of_tokens_that_are_none(tmp_path: Path) -> None:
     path = changed_gguf(write_gguf_file(tmp_path / "m.gguf"), tokenizer__ggml__token_type=types)
     with pytest.raises(LoadError, match=r"tokenizer\.ggml\.token_type holds 99, allowed are 0"):
         open_metadata(path)
+
+
+def read_all(folder: Path) -> None:
+    with open_model(folder) as source:
+        assert source.metadata.tokenizer_size > 0
+        source.load_tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"added_tokens": [{"id": 1 << 31, "content": "<x>"}]}, "a token with id 2147483648"),
+        ({"model": {"dropout": 0.5}}, "'dropout' is 0.5: token ids would be random"),
+        ({"model": {"vocab": {"a": "x"}}}, "Expected `int`, got `str`"),
+        ({"normalizer": [1]}, "is not a usable tokenizer file"),
+    ],
+)
+def test_tokenizers_that_cannot_be_meant(
+    tmp_path: Path, change: dict[str, Any], words: str
+) -> None:
+    folder = write_tiny_hybrid(tmp_path, "lfm2")
+    values = json.loads((folder / "tokenizer.json").read_text())
+    for key, value in change.items():
+        if key == "added_tokens":
+            flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            value[0] |= dict.fromkeys(flags, False)
+        values[key] = values[key] | value if isinstance(value, dict) else value
+    (folder / "tokenizer.json").write_text(json.dumps(values))
+    with pytest.raises(LoadError, match=rf"tokenizer\.json: .*{words}"):
+        read_all(folder)
+
+
+def test_added_tokens_without_an_id(tmp_path: Path) -> None:
+    folder = write_tiny_hybrid(tmp_path, "lfm2")
+    changed(folder, "tokenizer_config.json", added_tokens_decoder={"a": {"content": "x"}})
+    with open_model(folder) as source, pytest.raises(LoadError, match="'a', no token id"):
+        source.load_tokenizer()
+
+
+NAMES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "modules.json",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["folder", "loop", "nowhere", "pipe", "endless", "empty"])
+def test_what_lies_in_a_files_place(tmp_path: Path, name: str, kind: str) -> None:
+    """An incomplete download leaves links to nothing: they must not count as left out."""
+    folder = write_tiny_hybrid(tmp_path, "lfm2")
+    file = folder / name
+    file.unlink(missing_ok=True)
+    if kind == "folder":
+        file.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "empty":
+        file.touch()
+    else:
+        target = {"loop": file, "nowhere": folder / "blob", "endless": Path("/dev/zero")}
+        file.symlink_to(target[kind])
+    if (name, kind) == ("chat_template.jinja", "empty"):
+        return  # a template that writes nothing
+    with pytest.raises(LoadError, match=re.escape(str(file))):
+        open_metadata(folder)
+
+
+@pytest.mark.parametrize("shard", ["a" * 5000, "a\0b", "../model.safetensors", ""])
+def test_shards_with_impossible_names(tmp_path: Path, shard: str) -> None:
+    folder = write_tiny_hybrid(tmp_path, "lfm2")
+    (folder / "model.safetensors").unlink()
+    changed(folder, "model.safetensors.index.json", weight_map={"x": shard})
+    with pytest.raises(LoadError, match=str(folder)):
+        open_model(folder)

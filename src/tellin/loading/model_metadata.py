@@ -17,7 +17,7 @@ from tellin.config import PoolerConfig
 from tellin.exceptions import ModelLoadError
 from tellin.loading.encoder_hparams import ROTARY_ENCODERS
 from tellin.loading.gguf_vocab import GGUFVocabulary
-from tellin.loading.hparams import check_hparams
+from tellin.loading.hparams import MAX_SIZE, check_hparams
 from tellin.loading.json_file import is_file, read_file, read_optional_json_object
 from tellin.loading.pooling import pooler_from_folder, pooler_from_gguf
 from tellin.loading.templates import templates_from_folder, templates_from_gguf
@@ -219,7 +219,12 @@ class _TokenInventory:
         vocab = file.model.vocab
         last = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
         added = {token.content: token.id for token in file.added_tokens}
-        return cls(max(last, *added.values(), -1) + 1, added)
+        size = max(last, *added.values(), -1) + 1
+        if size > MAX_SIZE:
+            raise ModelLoadError(
+                f"{path}: has a token with id {size - 1}, allowed are ids below {MAX_SIZE}"
+            )
+        return cls(size, added)
 
     def find(self, text: str | None) -> list[int]:
         return [self.added[text]] if text is not None and text in self.added else []
