@@ -20,6 +20,7 @@ from tellin.loading.gguf import GGUFFile, StringArray
 from tellin.loading.model_source import open_metadata, open_model
 from tests.loading.gguf_writer import RawTensor, Typed, write_gguf
 from tests.models.encoder_files import write_encoder_gguf
+from tests.models.encoders import write_encoder
 from tests.models.gemma3n import write_gguf_file
 from tests.models.tiny_hybrids import write_tiny_hybrid
 
@@ -210,3 +211,33 @@ def test_shards_with_impossible_names(tmp_path: Path, shard: str) -> None:
     changed(folder, "model.safetensors.index.json", weight_map={"x": shard})
     with pytest.raises(LoadError, match=str(folder)):
         open_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        (
+            {"type": "x.Pooling", "path": "../elsewhere"},
+            "'path' is '../elsewhere', which",
+        ),
+        ({"type": "x.Pooling", "path": "/etc"}, "'path' is '/etc', which is not in"),
+        ({"type": "x.Pooling", "path": 5}, "key 'path' is 5, expected a string"),
+        ({"type": [[1]], "path": ""}, r"key 'type' is \[\[1\]\], expected a string"),
+        ({"type": "x.Mixer", "path": ""}, r"module 'Mixer' \(key 'type'\) is not supported"),
+    ],
+)
+def test_modules_of_another_place_or_kind(
+    tmp_path: Path, entry: dict[str, Any], words: str
+) -> None:
+    folder = write_encoder(tmp_path, "modernbert")
+    assert open_metadata(folder).pooler is not None
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([*modules, entry]))
+    with pytest.raises(LoadError, match=rf"modules\.json: .*{words}"):
+        open_metadata(folder)
+
+
+def test_a_scale_of_attention_that_is_none(tmp_path: Path) -> None:
+    folder = changed(write_encoder(tmp_path, "gemma"), query_pre_attn_scalar=-1)
+    with pytest.raises(LoadError, match=r"config\.json: query_pre_attn_scalar is -1\.0, expected"):
+        open_metadata(folder)

@@ -261,8 +261,14 @@ class _Reader:
         head_dim = config.get_int("head_dim", self.hidden_size // self.num_heads)
         window = self._sliding_window()
         scaling = self._rope_scaling()
-        scalar = config.get_float("query_pre_attn_scalar", 0.0)
-        attention_scale = scalar**-0.5 if scalar > 0 else None
+        attention_scale = None
+        if config.has("query_pre_attn_scalar"):
+            scalar = config.get_float("query_pre_attn_scalar")
+            if scalar <= 0:
+                raise ModelLoadError(
+                    f"{self.path}: query_pre_attn_scalar is {scalar}, expected a positive number"
+                )
+            attention_scale = scalar**-0.5
         scale = embedding_scale(self.architecture, self.hidden_size)
         is_granite = self.architecture in GRANITE_FAMILY
         if is_granite:

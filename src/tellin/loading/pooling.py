@@ -83,14 +83,14 @@ def pooler_from_folder(folder: Path, config: TypedMapping) -> PoolerConfig | Non
         return classifier
     modules = module_list(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
-    if "Pooling" not in kinds:
-        return None
     unknown = [kind for kind in kinds if kind not in _MODULES]
     if unknown:
         raise UnsupportedModelError(
-            f"{folder / 'modules.json'}: module {unknown[0]!r} is not supported; supported are "
-            f"{', '.join(_MODULES)}"
+            f"{folder / 'modules.json'}: module {unknown[0]!r:.60} (key 'type') is not supported; "
+            f"supported are {', '.join(_MODULES)}"
         )
+    if "Pooling" not in kinds:
+        return None
     dense = [path for kind, path in modules if kind == "Dense"]
     if kinds != sorted(kinds, key=_MODULES.index):
         raise UnsupportedModelError(
@@ -249,11 +249,18 @@ def module_list(path: Path) -> list[tuple[str, str]]:
         return []
     try:
         values: Any = msgspec.json.decode(read_file(path))
-        return [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in values]
+        modules = [(item["type"], item["path"]) for item in values]
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: is not valid JSON: {error}") from None
     except (TypeError, KeyError, IndexError):
         raise ModelLoadError(f"{path}: is not a list of modules with type and path") from None
+    for kind, place in modules:
+        if not isinstance(kind, str) or not isinstance(place, str):
+            wrong = ("path", place) if isinstance(kind, str) else ("type", kind)
+            raise ModelLoadError(f"{path}: key {wrong[0]!r} is {wrong[1]!r:.60}, expected a string")
+        if Path(place).is_absolute() or ".." in Path(place).parts:
+            raise ModelLoadError(f"{path}: key 'path' is {place!r:.60}, which is not in the folder")
+    return [(kind.rpartition(".")[2], place) for kind, place in modules]
 
 
 def _pooling_type(path: Path) -> str:
