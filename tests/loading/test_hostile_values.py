@@ -18,6 +18,7 @@ import pytest
 from tellin.exceptions import LoadError
 from tellin.loading.gguf import GGUFFile, StringArray
 from tellin.loading.model_source import open_metadata, open_model
+from tellin.models import build_plan
 from tests.loading.gguf_writer import RawTensor, Typed, write_gguf
 from tests.models.encoder_files import write_encoder_gguf
 from tests.models.encoders import write_encoder
@@ -240,4 +241,32 @@ def test_modules_of_another_place_or_kind(
 def test_a_scale_of_attention_that_is_none(tmp_path: Path) -> None:
     folder = changed(write_encoder(tmp_path, "gemma"), query_pre_attn_scalar=-1)
     with pytest.raises(LoadError, match=r"config\.json: query_pre_attn_scalar is -1\.0, expected"):
+        open_metadata(folder)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "words"),
+    [
+        ({"beta_fast": -1}, "rope beta is -1.0; it must be between"),
+        ({"original_max_position_embeddings": 0}, "needs original_max_position_embeddings; got 0"),
+    ],
+)
+def test_errors_of_a_plan_name_the_model(
+    tmp_path: Path, scaling: dict[str, Any], words: str
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    folder = changed(write_tiny_hybrid(tmp_path, "lfm2"), rope_scaling=yarn | scaling)
+    with (
+        open_model(folder) as source,
+        pytest.raises(LoadError, match=rf"{re.escape(str(folder))}: .*{words}"),
+    ):
+        build_plan(source)
+
+
+def test_a_context_that_scaling_would_hide(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    folder = changed(
+        write_tiny_hybrid(tmp_path, "lfm2"), rope_scaling=yarn, max_position_embeddings=-1
+    )
+    with pytest.raises(LoadError, match=r"config\.json: max_position_embeddings is -1, allowed"):
         open_metadata(folder)

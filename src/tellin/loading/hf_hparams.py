@@ -365,7 +365,7 @@ class _Reader:
 
     def _max_position_embeddings(self, scaling: RopeScaling) -> int:
         length = self.config.get_int("max_position_embeddings")
-        if scaling.kind == "yarn":
+        if scaling.kind == "yarn" and length > 0:
             # YaRN configurations keep the length of training; the scaling is what extends it.
             return max(length, _whole(scaling.original_max_position_embeddings * scaling.factor))
         return length

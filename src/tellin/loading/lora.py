@@ -156,7 +156,8 @@ class _Reader:
             self.reasons.append(f"bias={config.get_str('bias')!r} is not supported")
         for key, what in _UNSUPPORTED_FLAGS.items():
             if config.get(key):
-                self.reasons.append(f"{key} ({what}) is not supported")
+                given = str(config.get(key))
+                self.reasons.append(f"{key} ({what}) is not supported (it is {given:.40})")
         start = config.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
             self.reasons.append(
@@ -222,7 +223,10 @@ class _Reader:
         with np.errstate(over="ignore", invalid="ignore"):
             b = b * np.float32(self._scale(layer, rank))
         if not np.isfinite(b).all():
-            self.reasons.append(f"{layer} overflows when it is scaled by its alpha")
+            self.reasons.append(
+                f"{layer} overflows when it is scaled by its alpha "
+                f"(lora_alpha or alpha_pattern: {self._alpha(layer):g})"
+            )
             return {}
         order = fused_order(self.hparams, name)
         if order is not None:
@@ -242,13 +246,14 @@ class _Reader:
 
     def _scale(self, layer: str, rank: int) -> float:
         """What B is multiplied by: the alpha of the layer over its rank."""
+        rs = self.config.get_bool("use_rslora", False)
+        return self._alpha(layer) / (math.sqrt(rank) if rs else rank)
+
+    def _alpha(self, layer: str) -> float:
         key = self._alphas.find(layer)
         if key is None:
-            alpha = self.config.get_float("lora_alpha")
-        else:
-            alpha = self.config.get_mapping("alpha_pattern").get_float(key)
-        rs = self.config.get_bool("use_rslora", False)
-        return alpha / (math.sqrt(rank) if rs else rank)
+            return self.config.get_float("lora_alpha")
+        return self.config.get_mapping("alpha_pattern").get_float(key)
 
     def _rank(self, layer: str) -> int:
         """The rank that the configuration gives the layer."""

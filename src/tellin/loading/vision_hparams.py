@@ -107,8 +107,8 @@ def vision_hparams(config: TypedMapping, text: ModelHParams) -> VisionHParams | 
     for token_id in (hparams.image_token_id, hparams.begin_token_id or 0):
         if not 0 <= token_id < text.vocab_size:
             raise ModelLoadError(
-                f"{config.path}: the image token has id {token_id}, but the vocabulary has "
-                f"{text.vocab_size} tokens"
+                f"{config.path}: the image token has id {token_id} (image_token_id, or "
+                f"image_token_index and the like), but the vocabulary has {text.vocab_size} tokens"
             )
     return hparams
 
