@@ -339,7 +339,7 @@ def test_a_given_number_of_blocks_leaves_the_rest_to_states() -> None:
     config = make_config(num_kv_blocks=50, max_num_seqs=8, max_model_len=64)
     sizes = plan_kv_cache(config, Memory(100 * 1024, bytes_per_slot=10 * 1024))
     assert (sizes.num_state_slots, sizes.max_num_seqs, sizes.num_blocks) == (5, 4, 50)
-    with pytest.raises(OutOfMemoryError, match=r"state of 0\.0 MiB per request.*num_kv_blocks"):
+    with pytest.raises(OutOfMemoryError, match=r"state of 10240 bytes per request.*num_kv_blocks"):
         plan_kv_cache(config, Memory(69 * 1024, bytes_per_slot=10 * 1024))
 
 

@@ -5,6 +5,8 @@ No raw `TypeError` of some inner function, and nothing that shows only when a re
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +20,19 @@ from tellin.engine.control_checks import check_call, check_request_ids
 from tellin.engine.prompts import check_rendered, parse_prompt, prompts_to_list
 from tellin.engine.renderer import ChatParams
 from tellin.entrypoints.llm import LLM
-from tellin.exceptions import InvalidParameterError, InvalidTypeError, RequestError
+from tellin.exceptions import (
+    InvalidParameterError,
+    InvalidTypeError,
+    ModelLoadError,
+    RequestError,
+)
 from tellin.sampling_params import (
     BeamSearchParams,
     RepetitionDetectionParams,
     SamplingParams,
     StructuredOutputsParams,
 )
+from tests.models.tiny_hybrids import write_tiny_hybrid
 
 BAD = (InvalidTypeError, InvalidParameterError)
 
@@ -307,3 +315,26 @@ def test_tools_choose_among_the_models_templates() -> None:
         renderer = Renderer(config, tokenizer)  # type: ignore[arg-type]
         renderer.render_chat(chat, ChatParams(chat_template=given))
         assert tokenizer.wanted == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"temperature": -1}, r"key 'temperature' is -1, .*temperature must be"),
+        ({"top_p": "x"}, r"key 'top_p' is 'x'"),
+        ({"max_new_tokens": [[1]]}, r"key 'max_new_tokens' is \[\[1\]\]"),
+        ({"repetition_penalty": math.inf}, "key 'repetition_penalty' is inf"),
+    ],
+)
+def test_the_models_own_generation_defaults_are_tried(
+    tmp_path: Path, values: dict[str, Any], words: str
+) -> None:
+    """P50: else each request that leaves the parameter out would be refused for it."""
+    folder = write_tiny_hybrid(tmp_path, "lfm2")
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    args: dict[str, Any] = {"model": str(folder), "max_model_len": 64}
+    with pytest.raises(ModelLoadError, match=rf"generation_config\.json: {words}"):
+        create_engine_config(EngineArgs(**args))
+    create_engine_config(EngineArgs(**args, generation_config="none"))
+    override = {next(iter(values)): 1}
+    create_engine_config(EngineArgs(**args, override_generation_config=override))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tellin.exceptions import InvalidParameterError, RequestError, UnsupportedFeatureError
-from tellin.loading import chat_template
+from tellin.loading import template_sandbox
 from tellin.loading.chat_template import ChatTemplate, choose_template
 from tellin.loading.templates import templates_from_folder
 from tellin.loading.tokenizer import load_tokenizer
@@ -192,7 +192,7 @@ SLOW = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% end
     ],
 )
 def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(chat_template, "_MAX_SECONDS", 0.1)
+    monkeypatch.setattr(template_sandbox, "_MAX_SECONDS", 0.1)
     started = time.thread_time()
     with pytest.raises(RequestError, match=r"chat template (refused|failed)"):
         render(text)
@@ -207,20 +207,89 @@ def test_values_that_double_are_bounded(operation: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "operation", "end", "size"),
+    ("start", "operation", "end"),
     [
-        ("2**60", "ns.s * ns.s", "1", 122_882),  # a product of millions of digits takes minutes
-        ("[1]", "[ns.s, ns.s]", "ns.s | tojson", 1_048_577),
-        ("{}", "{'a': ns.s, 'b': [ns.s]}", "ns.s | tojson", 1_048_577),
+        ("2**60", "ns.s * ns.s", "1"),  # a product of millions of digits takes minutes
+        ("[1]", "[ns.s, ns.s]", "ns.s | tojson"),
+        ("{}", "{'a': ns.s, 'b': [ns.s]}", "ns.s | tojson"),
+        ("[1]", "[ns.s, ns.s]", "ns.s"),
+        ("(1, 2)", "(ns.s, ns.s)", "'%s' % ns.s"),
+        ("[1]", "[ns.s] + [ns.s]", "ns.s ~ ''"),
+        ("[1]", "[ns.s] * 2", "ns.s == 1"),
     ],
 )
-def test_work_that_doubles_is_bounded(start: str, operation: str, end: str, size: int) -> None:
+def test_work_that_doubles_is_bounded(start: str, operation: str, end: str) -> None:
     text = "{% set ns = namespace(s=START) %}{% for i in range(40) %}{% set ns.s = OP %}"
     text = text.replace("START", start).replace("OP", operation)
     text += "{% endfor %}{{ " + end + " }}"
     started = time.thread_time()
-    with pytest.raises(RequestError, match=f"value of size {size} is too large"):
+    with pytest.raises(RequestError, match=r"value of size \d+ is too large"):
         render(text)
+    assert time.thread_time() - started < 3
+
+
+LONG = "{% set a = 'a' * 10**6 %}{% set l = range(99999) | list %}"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "a | replace('a', a)",
+        "a.replace('', a)",
+        "l | join(a)",
+        "a.join(a)",
+        "range(99999) | map('string') | join(a)",
+        "('{0}' * 1000).format(a)",
+        "('{0}' * 1000)['format'](a)",
+        "('%s' * 1000) | format(a)",
+        "('%(x)s' * 1000) % {'x': a}",
+        "'{:>1000000000}'['format'](1)",
+        "('\\t' * 10**6).expandtabs(10**6)",
+        "('\\n' * 10**6) | indent(10**6)",
+        "a.translate({97: a})",
+        "a | wordwrap(1, wrapstring=a)",
+        "[1] | tojson(indent=10**7)",
+        "a.rfind('b' + a)",
+        "a | trim('b' + a)",
+        "l | batch(1) | list | sum(start=[])",
+        "1 | round(-10**9)",
+        "l | slice(10**7) | list | length",
+        "(2 ** 60000) // (2 ** 30000 + 1)",
+        "namespace(a=1)",
+    ],
+)
+def test_filters_and_methods_are_bounded(expression: str) -> None:
+    started = time.thread_time()
+    with pytest.raises(RequestError, match=r"refused the conversation: .*(too large|no text)"):
+        render(LONG + "{{ " + expression + " }}")
+    assert time.thread_time() - started < 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{% set x %}{% for i in l %}{{ a }}{% endfor %}{% endset %}",
+        "{% set x %}{% for i in l %}" + "text " * 10_000 + "{% endfor %}{% endset %}",
+        "{% macro m() %}{{ a }}{% endmacro %}{% set x %}{% for i in l %}{{ m() }}{% endfor %}"
+        "{% endset %}",
+        "{% set ns = namespace(l=[]) %}{% for i in l %}{% set ns.l = [a * 3 ~ i] %}{% endfor %}",
+        "{% set ns = namespace(l=[]) %}{% for i in l %}{% set ns.l = ns.l + [a] %}{% endfor %}",
+    ],
+)
+def test_memory_is_bounded_in_sum(text: str) -> None:
+    with pytest.raises(RequestError, match=r"makes values of more than|is too large"):
+        render(LONG + text)
+
+
+def test_long_conversations_render() -> None:
+    """What the bounds cost: text that grows message by message, and filters over all of them."""
+    messages = [{"role": "user", "content": "some words " * 30}] * 2000
+    text = "{% set ns = namespace(text='', seen=[]) %}{% for m in messages %}"
+    text += "{% set ns.text = ns.text ~ m.content | trim %}{% set ns.seen = ns.seen + [m.role] %}"
+    text += "{% if loop.index == messages | length %}{{ ns.text }}{{ ns.seen | length }}{% endif %}"
+    started = time.thread_time()
+    rendered = render(text + "{% endfor %}", messages)
+    assert rendered == ("some words " * 30).strip() * 2000 + "2000"
     assert time.thread_time() - started < 3
 
 

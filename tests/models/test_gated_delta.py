@@ -192,10 +192,14 @@ def test_layers_that_the_configuration_leaves_out_are_missed(tmp_path: Path) -> 
             UnsupportedModelError,
             "'sliding_attention'.*linear_attention, full_attention",
         ),
-        ({"linear_num_key_heads": 4}, ModelLoadError, "6 value heads.*4 key heads"),
+        (
+            {"linear_num_key_heads": 4},
+            ModelLoadError,
+            "value_heads is 6 and .*key_heads is 4",
+        ),
         ({"num_hidden_layers": 1 << 40}, ModelLoadError, "num_hidden_layers is 1099511627776"),
         ({"linear_conv_kernel_dim": 5}, ModelLoadError, r"conv1d.*kernels of 5 rows"),
-        ({"linear_num_key_heads": 0}, ModelLoadError, "num_key_heads of linear attention is 0"),
+        ({"linear_num_key_heads": 0}, ModelLoadError, "linear_num_key_heads is 0"),
         ({"linear_num_key_heads": 1}, ModelLoadError, r"in_proj_qkv.*160 rows, expected 128"),
     ],
 )

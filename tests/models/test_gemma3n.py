@@ -82,9 +82,9 @@ def test_promise_1_passes_chunks_and_batches_change_no_bit(tmp_path: Path) -> No
         ({"activation_sparsity_pattern": [0.5]}, "there are 1"),
         ({"activation_sparsity_pattern": [1.0] * 7}, r"has 1\.0"),
         ({"altup_num_inputs": 3}, "altup"),
-        ({"altup_num_inputs": 0}, "num_streams is 0"),
+        ({"altup_num_inputs": 0}, "altup_num_inputs is 0"),
         ({"num_kv_shared_layers": 6}, "there is none"),
-        ({"intermediate_size": ["x"]}, "intermediate_size is 'x'"),
+        ({"intermediate_size": ["x"]}, "'intermediate_size' is an array"),
     ],
 )
 def test_what_does_not_run_is_refused(keys: dict[str, Any], message: str, tmp_path: Path) -> None:

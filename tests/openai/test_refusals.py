@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from tellin.entrypoints.openai.errors import to_api_error
+from tellin.entrypoints.openai.requests import EmbeddingRequest
 from tests.openai.conftest import Server
 
 CHAT = "/v1/chat/completions"
@@ -15,6 +18,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 TOOL = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "not-a-type"}}}
 
+KINDS = "a text, a list of texts, a list of token ids, or a list of such lists"
 SCHEMA_AND_REGEX = {"response_format": SCHEMA, "structured_outputs": {"regex": "a"}}
 
 
@@ -32,6 +36,25 @@ def refused(server: Server, path: str, body: Any, status: int = 400) -> dict[str
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     return error
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["a", 5], "input: must hold items of one kind; item 0 is a text, item 1 a token id: 5"),
+        ([[1], "a"], "input: must hold items of one kind; item 0 is a list, item 1 a text: 'a'"),
+        ([[1], ["x"]], "input: item 1 must be a list of token ids, got ['x']"),
+        ([[]], "input: item 0 must be a list of token ids, got []"),
+        ([], "input: must not be an empty list"),
+        ([True], f"input: must be {KINDS}; item 0 is True"),
+        ({"a": 1}, f"input: must be {KINDS}, got {{'a': 1}}"),
+    ],
+)
+def test_mixed_prompts_get_one_sentence(given: Any, message: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        EmbeddingRequest.model_validate({"input": given})
+    answer = to_api_error(error.value)
+    assert (answer.message, answer.param) == (message, "input")
 
 
 CHAT_REFUSALS: list[tuple[dict[str, Any], str]] = [

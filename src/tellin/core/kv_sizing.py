@@ -162,4 +162,7 @@ def _choose_num_blocks(
 
 
 def _mib(num_bytes: int) -> str:
+    """A size; what would be 0.0 MiB in bytes."""
+    if 0 < num_bytes < 1 << 17:
+        return f"{num_bytes} bytes"
     return f"{num_bytes / 2**20:.1f} MiB"

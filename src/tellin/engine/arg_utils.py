@@ -40,8 +40,14 @@ from tellin.engine.nested_configs import (
     speculative_config,
     structured_outputs_config,
 )
-from tellin.exceptions import InvalidParameterError, UnsupportedFeatureError
+from tellin.exceptions import (
+    InvalidParameterError,
+    InvalidTypeError,
+    ModelLoadError,
+    UnsupportedFeatureError,
+)
 from tellin.protocol import EngineCoreReady
+from tellin.sampling_params import SamplingParams
 from tellin.settings import Settings
 
 if TYPE_CHECKING:
@@ -300,7 +306,31 @@ def _max_model_len(
 def _generation_defaults(args: EngineArgs, metadata: ModelMetadata) -> dict[str, Any]:
     check_choice("generation_config", args.generation_config, ("auto", "none", "vllm"))
     defaults = metadata.generation_defaults if args.generation_config == "auto" else {}
+    _check_generation_defaults(metadata, defaults, args.override_generation_config)
     return check_generation_overrides(args.override_generation_config, defaults)
+
+
+def _check_generation_defaults(
+    metadata: ModelMetadata, defaults: Mapping[str, Any], overrides: Any
+) -> None:
+    """Try the sampling defaults that a model comes with, but for those that are overridden.
+
+    Raises:
+        ModelLoadError: no sampling parameters can be made of them; the file's key is named.
+    """
+    overridden = set(overrides) if isinstance(overrides, Mapping) else set()
+    for name, value in defaults.items():
+        if metadata.sampling_key(name) in overridden or name in overridden:
+            continue
+        try:
+            SamplingParams.from_optional(**{name: value})
+        except (InvalidParameterError, InvalidTypeError) as error:
+            file = metadata.path / "generation_config.json"
+            raise ModelLoadError(
+                f"{metadata.path if metadata.file_format == 'gguf' else file}: key "
+                f"{metadata.sampling_key(name)!r} is {value!r:.60}, which is no default to sample "
+                f"with: {error}; generation_config='none' leaves the model's defaults out"
+            ) from None
 
 
 def _cache_config(args: EngineArgs, whole_prompts: bool) -> CacheConfig:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.hparams import sliding_by_layer
+from tellin.loading.hparams import checked_num_layers, sliding_by_layer
+from tellin.loading.key_names import describe
 from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
 
@@ -86,8 +87,12 @@ def encoder_from_config(config: TypedMapping, architecture: str) -> ModelHParams
     if architecture == "bert":
         return _bert(config)
     if architecture == "nomic-bert":
-        renamed = {_NOMIC_NAMES.get(key, key): value for key, value in config.items()}
-        config = TypedMapping(config.path, {k: v for k, v in renamed.items() if v is not None})
+        given = {key: value for key, value in config.items() if value is not None}
+        config = TypedMapping(
+            config.path,
+            {_NOMIC_NAMES.get(key, key): value for key, value in given.items()},
+            {_NOMIC_NAMES[key]: key for key in given if key in _NOMIC_NAMES},
+        )
     for key, allowed in _VARIANTS[architecture].items():
         if config.has(key) and config[key] not in allowed:
             raise UnsupportedModelError(
@@ -129,7 +134,10 @@ def encoder_from_gguf(metadata: TypedMapping, architecture: str, vocab_size: int
     num_heads = metadata.get_int(key("attention.head_count"))
     hidden_size = metadata.get_int(key("embedding_length"))
     if num_heads < 1:
-        raise ModelLoadError(f"{metadata.path}: has {num_heads} attention heads")
+        raise ModelLoadError(
+            f"{metadata.path}: key {key('attention.head_count')!r} is {num_heads}, allowed are 1 "
+            "and more"
+        )
     is_modern = architecture == "modern-bert"
     default_act = "gelu" if is_modern else "silu"
     hparams = ModelHParams(
@@ -151,11 +159,13 @@ def encoder_from_gguf(metadata: TypedMapping, architecture: str, vocab_size: int
     window = metadata.get_int(key("attention.sliding_window"), 0)
     if not is_modern or window == 0:
         return hparams
-    pattern = metadata.get(key("attention.sliding_window_pattern"))
-    if isinstance(pattern, np.ndarray):
-        every = _global_every(metadata, [not flag for flag in pattern.tolist()][:num_layers])
+    pattern = key("attention.sliding_window_pattern")
+    if isinstance(metadata.get(pattern), np.ndarray):
+        num_layers = checked_num_layers(metadata.path, num_layers, metadata)
+        flags = metadata.get_flags(pattern, num_layers)
+        every = _global_every(metadata, [not flag for flag in flags])
     else:
-        every = metadata.get_int(key("attention.sliding_window_pattern"), 3)
+        every = metadata.get_int(pattern, 3)
     return replace(
         hparams,
         sliding_window=window // 2 + 1,
@@ -172,7 +182,10 @@ def _bert(config: TypedMapping) -> ModelHParams:
         raise ModelLoadError(f"{config.path}: pad_token_id is {offset - 1}")
     positions = config.get_str("position_embedding_type", "absolute")
     if positions != "absolute":
-        raise UnsupportedModelError(f"{config.path}: {positions!r} positions are not supported")
+        raise UnsupportedModelError(
+            f"{config.path}: {positions!r:.60} positions (position_embedding_type) are not "
+            "supported"
+        )
     return _common(
         config,
         "bert",
@@ -226,7 +239,10 @@ def _modern_bert(config: TypedMapping) -> ModelHParams:
 def _common(config: TypedMapping, architecture: str, **fields: Any) -> ModelHParams:
     hidden_size, num_heads = config.get_int("hidden_size"), config.get_int("num_attention_heads")
     if num_heads < 1:
-        raise ModelLoadError(f"{config.path}: num_attention_heads is {num_heads}")
+        raise ModelLoadError(
+            f"{config.path}: {describe(config, 'num_attention_heads', num_heads)}, allowed are 1 "
+            "and more"
+        )
     return ModelHParams(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -262,7 +278,9 @@ def _with_rope(config: TypedMapping, hparams: ModelHParams, theta: float) -> Mod
     # GTE's: the base grows by the factor, and all frequencies shrink by its (2 / head_dim)th power.
     factor = scaling.get_float("factor")
     if not factor >= 1:
-        raise ModelLoadError(f"{config.path}: rope scaling has the factor {factor:g}")
+        raise ModelLoadError(
+            f"{config.path}: 'factor' of the rope scaling is {factor:g}, allowed are 1 and more"
+        )
     return replace(
         hparams,
         rope_theta=theta * factor,
@@ -271,14 +289,17 @@ def _with_rope(config: TypedMapping, hparams: ModelHParams, theta: float) -> Mod
 
 
 def _unsupported_rope(config: TypedMapping, kind: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{config.path}: rope scaling {kind!r} is not supported")
+    return UnsupportedModelError(
+        f"{config.path}: rope scaling {kind!r:.60} is not supported ('rope_type' or 'rope_scaling')"
+    )
 
 
 def _activation(values: TypedMapping, key: str, default: str) -> str:
     name = values.get_str(key, default)
     if name not in _ACTIVATIONS:
         raise UnsupportedModelError(
-            f"{values.path}: activation {name!r} is not supported; supported are "
+            f"{values.path}: activation {name!r:.60} is not supported ({values.name_of(key)}); "
+            "supported are "
             f"{', '.join(_ACTIVATIONS)}"
         )
     return _ACTIVATIONS[name]

@@ -21,12 +21,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.key_names import describe
 from tellin.loading.mrope import mrope_section
 from tellin.loading.reordered import Order
 from tellin.loading.tensors import LinearAttentionHParams, ModelHParams
@@ -118,7 +118,7 @@ def linear_attention_from_config(config: TypedMapping, hparams: ModelHParams) ->
         conv_kernel=sizes["linear_conv_kernel_dim"],
     )
     hparams = replace(hparams, norm_weight_offset=1.0, mrope_section=_mrope(config, hparams))
-    return _checked(config.path, hparams, linear, kinds)
+    return _checked(config, hparams, linear, kinds)
 
 
 def _mrope(config: TypedMapping, hparams: ModelHParams) -> tuple[int, ...]:
@@ -153,12 +153,12 @@ def linear_attention_from_gguf(metadata: TypedMapping, hparams: ModelHParams) ->
     )
     recurrent = f"{architecture}.attention.recurrent_layers"
     if metadata.has(recurrent):
-        flags = metadata.get_numbers(recurrent)[: hparams.num_hidden_layers]
+        flags = metadata.get_flags(recurrent, hparams.num_hidden_layers)
         kinds = tuple(KINDS[0] if flag else KINDS[1] for flag in flags)
     else:
         interval = metadata.get_int(f"{architecture}.full_attention_interval", 4)
         kinds = _every_nth(interval, hparams)
-    return _checked(metadata.path, hparams, linear, kinds)
+    return _checked(metadata, hparams, linear, kinds)
 
 
 def _every_nth(interval: int, hparams: ModelHParams) -> tuple[str, ...]:
@@ -168,8 +168,12 @@ def _every_nth(interval: int, hparams: ModelHParams) -> tuple[str, ...]:
 
 
 def _checked(
-    path: Path, hparams: ModelHParams, linear: LinearAttentionHParams, kinds: Sequence[str]
+    source: TypedMapping,
+    hparams: ModelHParams,
+    linear: LinearAttentionHParams,
+    kinds: Sequence[str],
 ) -> ModelHParams:
+    path = source.path
     for name in (
         "num_key_heads",
         "num_value_heads",
@@ -179,11 +183,15 @@ def _checked(
     ):
         value = getattr(linear, name)
         if not 1 <= value <= _MAX_SIZE:
-            raise ModelLoadError(f"{path}: {name} of linear attention is {value}")
+            field = "linear conv_kernel" if name == "conv_kernel" else name
+            raise ModelLoadError(
+                f"{path}: {describe(source, field, value)}, allowed are 1 to {_MAX_SIZE}"
+            )
     if linear.num_value_heads % linear.num_key_heads:
         raise ModelLoadError(
-            f"{path}: {linear.num_value_heads} value heads of linear attention cannot share "
-            f"{linear.num_key_heads} key heads evenly"
+            f"{path}: {describe(source, 'num_value_heads', linear.num_value_heads)} and "
+            f"{describe(source, 'num_key_heads', linear.num_key_heads)}: value heads of linear "
+            "attention cannot share key heads evenly"
         )
     if len(kinds) != hparams.num_hidden_layers:
         raise ModelLoadError(

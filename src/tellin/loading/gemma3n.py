@@ -44,10 +44,9 @@ def gemma3n_from_config(config: TypedMapping) -> ModelHParams:
                 f"{config.path}: {key!r} is {config[key]!r}, which is not supported for 'gemma3n'; "
                 f"supported is {supported!r}"
             )
-    num_layers = checked_num_layers(config.path, config.get_int("num_hidden_layers", 35))
+    num_layers = checked_num_layers(config.path, config.get_int("num_hidden_layers", 35), config)
     is_sliding = sliding_layers(config, num_layers, 5)
     theta, local_theta = _thetas(config)
-    inner = config.get("intermediate_size", 16_384)
     kept = [_ALL] * num_layers
     if num_layers > _SPARSE_LAYERS:
         kept[:_SPARSE_LAYERS] = [_deviations(config, _SPARSITY)] * _SPARSE_LAYERS
@@ -58,7 +57,7 @@ def gemma3n_from_config(config: TypedMapping) -> ModelHParams:
         config,
         is_sliding,
         hidden_size=config.get_int("hidden_size", 2048),
-        intermediate_size=inner[0] if isinstance(inner, list) and inner else inner,
+        intermediate_size=_inner_size(config),
         num_attention_heads=config.get_int("num_attention_heads", 8),
         num_key_value_heads=config.get_int("num_key_value_heads", 2),
         head_dim=config.get_int("head_dim", 256),
@@ -86,19 +85,22 @@ def gemma3n_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     def number(key: str, default: float | None = None) -> float:
         return metadata.get_float(f"{ARCHITECTURE}.{key}", default)
 
-    num_layers = checked_num_layers(metadata.path, integer("block_count"))
+    num_layers = checked_num_layers(metadata.path, integer("block_count"), metadata)
     embedding = tensors.get("token_embd.weight")
     if embedding is None or num_layers > len(tensors):
         raise ModelLoadError(
             f"{metadata.path}: has {len(tensors)} tensors, 'token_embd.weight' among them or not, "
             f"for {num_layers} layers"
         )
-    if integer("altup.active_idx", 0) != 0:
-        raise UnsupportedModelError(f"{metadata.path}: altup.active_idx is not 0")
+    active = integer("altup.active_idx", 0)
+    if active != 0:
+        raise UnsupportedModelError(
+            f"{metadata.path}: {ARCHITECTURE}.altup.active_idx is {active}; supported is 0"
+        )
     pattern = f"{ARCHITECTURE}.attention.sliding_window_pattern"
     is_sliding = [(i + 1) % 5 != 0 for i in range(num_layers)]
-    if isinstance(metadata.get(pattern), np.ndarray):
-        is_sliding = [bool(flag) for flag in metadata.get_numbers(pattern)[:num_layers]]
+    if metadata.has(pattern):
+        is_sliding = metadata.get_flags(pattern, num_layers)
     inner = f"{ARCHITECTURE}.feed_forward_length"
     is_list = isinstance(metadata.get(inner), np.ndarray)
     kept = [NormalDist().inv_cdf(_SPARSITY)] * min(_SPARSE_LAYERS, num_layers)
@@ -142,16 +144,14 @@ def _hparams(
     num_layers = len(is_sliding)
     if len(kept) < num_layers or any(math.isnan(value) or value == math.inf for value in kept):
         raise ModelLoadError(
-            f"{source.path}: a number is needed for the sparsity of each of {num_layers} layers; "
-            f"there are {len(kept)}"
+            f"{source.path}: a finite number is needed for the sparsity of each of {num_layers} "
+            f"layers; there are {len(kept)} ({_sparsity_key(source)}): {kept[:8]}"
         )
     head_dim, kv_heads = values["head_dim"], values["num_key_value_heads"]
-    hidden_size, inner = values["hidden_size"], values["intermediate_size"]
+    hidden_size = values["hidden_size"]
     assert isinstance(head_dim, int)
     assert isinstance(kv_heads, int)
     assert isinstance(hidden_size, int)
-    if not isinstance(inner, int):
-        raise ModelLoadError(f"{source.path}: intermediate_size is {inner!r}")
     return ModelHParams(
         architecture=ARCHITECTURE,
         num_hidden_layers=num_layers,
@@ -169,6 +169,19 @@ def _hparams(
         kept_deviations=tuple(kept[:num_layers]),
         **values,  # type: ignore[arg-type]
     )
+
+
+def _inner_size(config: TypedMapping) -> int:
+    """Width of the MLPs, given once or for each layer; tensors have their own."""
+    key = "intermediate_size"
+    if not isinstance(config.get(key), list):
+        return config.get_int(key, 16_384)
+    return int(config.get_integers(key, at_least=1)[0])
+
+
+def _sparsity_key(source: TypedMapping) -> str:
+    key = "activation_sparsity_pattern"
+    return key if source.has(key) else f"{ARCHITECTURE}.activation_sparsity_scale"
 
 
 def _thetas(config: TypedMapping) -> tuple[float, float]:

@@ -51,7 +51,7 @@ def gemma4_from_config(config: TypedMapping, is_unified: bool = False) -> ModelH
             f"{path}: activation {activation!r} is not supported for 'gemma4'; "
             f"supported is {_ACTIVATION}"
         )
-    num_layers = checked_num_layers(path, config.get_int("num_hidden_layers"))
+    num_layers = checked_num_layers(path, config.get_int("num_hidden_layers"), config)
     is_sliding = sliding_layers(config, num_layers)
     layers = _config_layers(config, is_sliding)
     hidden_size = config.get_int("hidden_size")
@@ -106,13 +106,13 @@ def gemma4_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) -
         values = metadata.get_integers(full, at_least=num_layers)
         return [int(value) for value in values[:num_layers]]
 
-    num_layers = checked_num_layers(path, integer("block_count"))
+    num_layers = checked_num_layers(path, integer("block_count"), metadata)
     if num_layers > len(tensors):
         raise ModelLoadError(f"{path}: has {num_layers} layers, but only {len(tensors)} tensors")
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise ModelLoadError(f"{path}: tensor 'token_embd.weight' is missing")
-    is_sliding = [bool(flag) for flag in per_layer("attention.sliding_window_pattern")]
+    is_sliding = metadata.get_flags(f"{ARCHITECTURE}.attention.sliding_window_pattern", num_layers)
     local_dim, global_dim = _gguf_head_dim(metadata, "_swa"), _gguf_head_dim(metadata, "")
     hidden_size = integer("embedding_length")
     num_experts = integer("expert_count", 0)
@@ -168,7 +168,8 @@ def shared_layers(
     num_layers = len(is_sliding)
     if not 0 <= num_shared <= num_layers:
         raise ModelLoadError(
-            f"{path}: {num_shared} of {num_layers} layers share keys and values of others"
+            f"{path}: {num_shared} of {num_layers} layers share keys and values of others "
+            "(num_kv_shared_layers, attention.shared_kv_layers)"
         )
     first_shared = num_layers - num_shared
     writers: dict[bool, int] = {}
@@ -179,7 +180,8 @@ def shared_layers(
         if sliding not in writers:
             raise ModelLoadError(
                 f"{path}: layer {i} shares keys and values of an earlier layer of its kind, "
-                "but there is none"
+                "but there is none (num_kv_shared_layers and layer_types, or "
+                "attention.shared_kv_layers and attention.sliding_window_pattern)"
             )
         layers.append(
             AttentionLayer(head_dims[i], kv_heads[i], sliding, writers[sliding], has_values[i])

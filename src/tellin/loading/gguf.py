@@ -421,7 +421,7 @@ def open_gguf(path: Path, *, read_tensors: bool = True) -> list[GGUFFile]:
     """
     first = GGUFFile(path, read_tensors=read_tensors)
     count = first.metadata.get_int("split.count", 1)
-    if count <= 1:
+    if count in (0, 1):
         return [first]
     files: list[GGUFFile] = []
     try:
@@ -450,7 +450,7 @@ def _split_paths(path: Path, count: int) -> Iterator[Path]:
     match = _SPLIT_NAME.match(path.name)
     if match is None or int(match["count"]) != count:
         raise ModelLoadError(
-            f"{path}: is one of {count} parts, but is not named like "
+            f"{path}: is one of {count} parts (split.count), but is not named like "
             f"'*-00001-of-{count:05d}.gguf', so the other parts cannot be found"
         )
     for number in range(1, count + 1):

@@ -93,9 +93,9 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     if architecture not in known:
         raise unsupported_architecture(metadata.path, "general.architecture", architecture, known)
     if architecture == "gemma3n":
-        return check_hparams(metadata.path, gemma3n_from_gguf(metadata, tensors))
+        return check_hparams(metadata.path, gemma3n_from_gguf(metadata, tensors), metadata)
     if architecture == "gemma4":
-        return check_hparams(metadata.path, gemma4_from_gguf(metadata, tensors))
+        return check_hparams(metadata.path, gemma4_from_gguf(metadata, tensors), metadata)
     metadata = completed_metadata(metadata, architecture)
     reader = _Reader(metadata, architecture, tensors)
     if architecture in GGUF_ENCODERS:
@@ -111,7 +111,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     hparams = replace(hparams, architecture=_TEXT_MODELS.get(architecture, hparams.architecture))
     if architecture in WITH_LATENTS:
         hparams = latents_from_gguf(hparams, metadata)
-    return check_hparams(metadata.path, hparams)
+    return check_hparams(metadata.path, hparams, metadata)
 
 
 class _Reader:
@@ -128,10 +128,14 @@ class _Reader:
         self.num_heads = self._uniform_int("attention.head_count")
         if self.num_layers > len(tensors):
             raise ModelLoadError(
-                f"{self.path}: has {self.num_layers} layers, but only {len(tensors)} tensors"
+                f"{self.path}: has {self.num_layers} layers, but only {len(tensors)} tensors "
+                f"({architecture}.block_count is {self._int('block_count')})"
             )
         if self.num_heads < 1:
-            raise ModelLoadError(f"{self.path}: has {self.num_heads} attention heads")
+            raise ModelLoadError(
+                f"{self.path}: has {self.num_heads} attention heads "
+                f"({architecture}.attention.head_count)"
+            )
 
     def decoder(self) -> ModelHParams:
         self._refuse_variants()
@@ -201,7 +205,8 @@ class _Reader:
             if num_experts > 0:
                 raise UnsupportedModelError(
                     f"{self.path}: is a mixture of {num_experts} experts, which is not supported "
-                    f"for {architecture!r}; it is for llama, {', '.join(WITH_EXPERTS)}"
+                    f"for {architecture!r} (expert_count); it is for llama, "
+                    f"{', '.join(WITH_EXPERTS)}"
                 )
             return hparams
         if architecture == "granitehybrid" and num_experts == 0:
@@ -273,15 +278,18 @@ class _Reader:
     def _refuse_variants(self) -> None:
         if not self._bool("use_parallel_residual", False):
             return
-        raise UnsupportedModelError(f"{self.path}: parallel residuals are not supported")
+        raise UnsupportedModelError(
+            f"{self.path}: parallel residuals ({self.architecture}.use_parallel_residual) are not "
+            "supported"
+        )
 
     def _head_dim(self) -> int:
         head_dim = self._int("attention.key_length", self.hidden_size // self.num_heads)
         value_dim = self._int("attention.value_length", head_dim)
         if value_dim != head_dim and self.architecture not in WITH_LATENTS:
             raise UnsupportedModelError(
-                f"{self.path}: keys of {head_dim} and values of {value_dim} dimensions; "
-                "only equal ones are supported"
+                f"{self.path}: {self.architecture}.attention.value_length is {value_dim} and "
+                f"attention.key_length {head_dim}; only equal ones are supported"
             )
         return head_dim
 
@@ -302,7 +310,7 @@ class _Reader:
     def _sliding_window_pattern(self) -> int | None:
         key = f"{self.architecture}.attention.sliding_window_pattern"
         if isinstance(self.metadata.get(key), np.ndarray):
-            layers = [bool(flag) for flag in self.metadata.get_numbers(key)[: self.num_layers]]
+            layers = self.metadata.get_flags(key, self.num_layers)
             return global_layer_pattern(self.path, layers)
         default = _SLIDING_PATTERN_DEFAULTS.get(self.architecture, 0)
         return self.metadata.get_int(key, default) or None
@@ -322,7 +330,8 @@ class _Reader:
             kind = "longrope"
         elif kind not in ("none", "linear", "yarn"):
             raise UnsupportedModelError(
-                f"{self.path}: rope scaling {kind!r} is not supported; "
+                f"{self.path}: rope scaling {kind!r} is not supported "
+                f"({self.architecture}.rope.scaling.type); "
                 "supported are none, linear, yarn, longrope"
             )
         attention_factor = self._float("rope.scaling.attn_factor", 0.0) or None

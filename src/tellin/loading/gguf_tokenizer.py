@@ -45,8 +45,8 @@ def build_backend(vocabulary: GGUFVocabulary) -> Tokenizer:
     builder = builders.get(vocabulary.model)
     if builder is None:
         raise UnsupportedModelError(
-            f"{vocabulary.path}: tokenizer {vocabulary.model!r} is not supported; "
-            f"supported are {', '.join(builders)}"
+            f"{vocabulary.path}: tokenizer {vocabulary.model!r:.60} is not supported "
+            f"(tokenizer.ggml.model); supported are {', '.join(builders)}"
         )
     return builder(vocabulary)
 
@@ -90,7 +90,8 @@ def _pre_tokenizer(vocabulary: GGUFVocabulary) -> PreTokenizer:
             "ids cannot be right; it was written by an old converter: get a newer file"
         )
     raise UnsupportedModelError(
-        f"{vocabulary.path}: pre-tokenizer {vocabulary.pre!r} is not supported; "
+        f"{vocabulary.path}: pre-tokenizer {vocabulary.pre!r:.60} is not supported "
+        "(tokenizer.ggml.pre); "
         f"supported are {', '.join(PRE_TOKENIZERS)}"
     )
 

@@ -51,6 +51,9 @@ class TokenType(enum.IntEnum):
     BYTE = 6
 
 
+_TYPE_NUMBERS = (0, *TokenType)  # 0 is undefined
+
+
 class GGUFVocabulary:
     """``tokenizer.*`` metadata, checked.
 
@@ -69,6 +72,11 @@ class GGUFVocabulary:
         if not self.tokens:
             raise ModelLoadError(f"{self.path}: tokenizer.ggml.tokens is empty")
         self.types = self._per_token("tokenizer.ggml.token_type", "i")
+        if self.types is not None and not np.isin(self.types, _TYPE_NUMBERS).all():
+            wrong = self.types[~np.isin(self.types, _TYPE_NUMBERS)][0]
+            raise ModelLoadError(
+                f"{self.path}: tokenizer.ggml.token_type holds {wrong}, allowed are 0 to 6"
+            )
         self.size = self._size_without_padding()
 
     @property

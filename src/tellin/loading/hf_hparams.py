@@ -162,10 +162,10 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     if architecture in ("gemma3", "gemma3n", "gemma4") and config.has("text_config"):
         config = config.get_mapping("text_config")
     if architecture == "gemma3n":
-        return check_hparams(config.path, gemma3n_from_config(config))
+        return check_hparams(config.path, gemma3n_from_config(config), config)
     if architecture == "gemma4":
         is_unified = model_type.startswith("gemma4_unified")
-        return check_hparams(config.path, gemma4_from_config(config, is_unified))
+        return check_hparams(config.path, gemma4_from_config(config, is_unified), config)
     architecture = variant_with_experts(config, architecture)
     if architecture == "gemma3" and config.get_bool("use_bidirectional_attention", False):
         architecture = "gemma-embedding"
@@ -177,7 +177,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     config = renamed_config(TypedMapping(config.path, merged), architecture)
     config = plain_config(config, architecture)
     if architecture in ENCODERS:
-        return check_hparams(config.path, encoder_from_config(config, architecture))
+        return check_hparams(config.path, encoder_from_config(config, architecture), config)
     reader = _Reader(config, architecture)
     if architecture in WITH_LATENTS:
         hparams = latents_from_config(reader.decoder(), config)
@@ -187,7 +187,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     hparams = with_recurrent_config(config, hparams)
     hparams = linear_attention_from_config(config, hparams)
     hparams = seeing_from_config(whole, hparams)
-    return check_hparams(config.path, hparams)
+    return check_hparams(config.path, hparams, config)
 
 
 def _text_config(config: TypedMapping) -> TypedMapping:
@@ -245,7 +245,7 @@ class _Reader:
         self.path = config.path
         self.architecture = architecture
         self.hidden_size = config.get_int("hidden_size")
-        self.num_layers = checked_num_layers(self.path, config.get_int("num_hidden_layers"))
+        self.num_layers = checked_num_layers(self.path, config.get_int("num_hidden_layers"), config)
         self.num_heads = config.get_int("num_attention_heads")
         if self.num_heads < 1:
             raise ModelLoadError(f"{self.path}: num_attention_heads is {self.num_heads}")
@@ -271,8 +271,14 @@ class _Reader:
         head_dim = config.get_int("head_dim", self.hidden_size // self.num_heads)
         window = self._sliding_window()
         scaling = self._rope_scaling()
-        scalar = config.get_float("query_pre_attn_scalar", 0.0)
-        attention_scale = scalar**-0.5 if scalar > 0 else None
+        attention_scale = None
+        if config.has("query_pre_attn_scalar"):
+            scalar = config.get_float("query_pre_attn_scalar")
+            if scalar <= 0:
+                raise ModelLoadError(
+                    f"{self.path}: query_pre_attn_scalar is {scalar}, expected a positive number"
+                )
+            attention_scale = scalar**-0.5
         scale = embedding_scale(self.architecture, self.hidden_size)
         is_granite = self.architecture in GRANITE_FAMILY
         if is_granite:
@@ -356,19 +362,20 @@ class _Reader:
     def _activation(self, default: str = "silu") -> str:
         if self.architecture in GEMMA_FAMILY:
             # Gemma 1 configurations say "gelu" and mean the approximation by tanh.
-            name = self.config.get_str("hidden_activation", "gelu_pytorch_tanh")
+            key, default = "hidden_activation", "gelu_pytorch_tanh"
         else:
-            name = self.config.get_str("hidden_act", default)
+            key = "hidden_act"
+        name = self.config.get_str(key, default)
         if name not in _ACTIVATIONS:
             raise UnsupportedModelError(
-                f"{self.path}: activation {name!r} is not supported; "
+                f"{self.path}: activation {name!r:.60} is not supported ({key}); "
                 f"supported are {', '.join(_ACTIVATIONS)}"
             )
         return _ACTIVATIONS[name]
 
     def _max_position_embeddings(self, scaling: RopeScaling) -> int:
         length = self.config.get_int("max_position_embeddings")
-        if scaling.kind == "yarn":
+        if scaling.kind == "yarn" and length > 0:
             # YaRN configurations keep the length of training; the scaling is what extends it.
             return max(length, _whole(scaling.original_max_position_embeddings * scaling.factor))
         return length
@@ -402,12 +409,7 @@ class _Reader:
             raise UnsupportedModelError(f"{self.path}: 'use_sliding_window' is not supported")
         if not self.config.has("no_rope_layers"):
             return self.config.get_int("no_rope_layer_interval", 4)
-        rotates = self.config.get_numbers("no_rope_layers")[: self.num_layers]
-        if len(rotates) < self.num_layers:
-            raise ModelLoadError(
-                f"{self.path}: no_rope_layers has {len(rotates)} entries for "
-                f"{self.num_layers} layers"
-            )
+        rotates = self.config.get_flags("no_rope_layers", self.num_layers)
         return every_nth_layer(self.path, "not rotating", [not flag for flag in rotates])
 
     def _rope_scaling(self) -> RopeScaling:
@@ -417,14 +419,15 @@ class _Reader:
             values = self.config.get_mapping("rope_scaling")
         else:
             return RopeScaling()
-        kind = values.get_str("rope_type", values.get_str("type", "default"))
+        key = "rope_type" if values.has("rope_type") else "type"
+        kind = values.get_str(key, "default")
         kind = {"default": "none", "su": "longrope", "dynamic": "none"}.get(kind, kind)
         # "dynamic" stretches only beyond max_position_embeddings, which is never exceeded here.
         if kind == "none":
             return RopeScaling()
         if kind not in ("linear", "llama3", "yarn", "longrope"):
             raise UnsupportedModelError(
-                f"{self.path}: rope scaling {kind!r} is not supported; "
+                f"{self.path}: rope scaling {kind!r:.60} is not supported ({key}); "
                 "supported are linear, llama3, yarn, longrope"
             )
         original = values.get_int(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.key_names import describe
 from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
 
@@ -205,22 +206,27 @@ def sliding_by_layer(config: TypedMapping, num_layers: int) -> list[bool]:
     return [kind == "sliding_attention" for kind in kinds]
 
 
-def checked_num_layers(path: Path, num_layers: int) -> int:
+def checked_num_layers(path: Path, num_layers: int, source: TypedMapping | None = None) -> int:
     """The number of layers, before anything is made for each of them.
 
     Raises:
         ModelLoadError: no model has so many, or so few.
     """
-    _check_range(path, "num_hidden_layers", num_layers, 1, MAX_LAYERS)
+    _Check(path, source).range("num_hidden_layers", num_layers, 1, MAX_LAYERS)
     return num_layers
 
 
-def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
+def check_hparams(
+    path: Path, hparams: ModelHParams, source: TypedMapping | None = None
+) -> ModelHParams:
     """Refuse impossible values; returns ``hparams``, normalised.
+
+    ``source``: the values of the file that they were made of, for its names of them.
 
     Raises:
         ModelLoadError: a value is out of range, with its name, value and limit.
     """
+    check = _Check(path, source)
     for name in (
         "hidden_size",
         "intermediate_size",
@@ -229,34 +235,21 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
         "head_dim",
         "vocab_size",
     ):
-        _check_range(path, name, getattr(hparams, name), 1, MAX_SIZE)
-    _check_range(path, "num_hidden_layers", hparams.num_hidden_layers, 1, MAX_LAYERS)
-    _check_range(path, "max_position_embeddings", hparams.max_position_embeddings, 1, _MAX_CONTEXT)
-    if hparams.num_attention_heads % hparams.num_key_value_heads:
-        raise ModelLoadError(
-            f"{path}: {hparams.num_attention_heads} attention heads cannot share "
-            f"{hparams.num_key_value_heads} key/value heads evenly"
-        )
-    for layer in hparams.attention_layers:
-        _check_range(path, "head_dim", layer.head_dim, 2, MAX_SIZE)
-        heads = layer.num_key_value_heads
-        _check_range(path, "num_key_value_heads", heads, 1, hparams.num_attention_heads)
-        if hparams.num_attention_heads % heads or layer.head_dim % 2:
-            raise ModelLoadError(
-                f"{path}: a layer has {hparams.num_attention_heads} attention heads of "
-                f"{layer.head_dim} dimensions for {heads} key/value heads"
-            )
-    _check_range(path, "num_streams", hparams.num_streams, 1, 16)
-    _check_range(path, "per_layer_input_size", hparams.per_layer_input_size, 0, MAX_SIZE)
+        check.range(name, getattr(hparams, name), 1, MAX_SIZE)
+    check.range("num_hidden_layers", hparams.num_hidden_layers, 1, MAX_LAYERS)
+    check.range("max_position_embeddings", hparams.max_position_embeddings, 1, _MAX_CONTEXT)
+    _check_heads(check, hparams)
+    check.range("num_streams", hparams.num_streams, 1, 16)
+    check.range("per_layer_input_size", hparams.per_layer_input_size, 0, MAX_SIZE)
     if hparams.num_experts:
-        _check_range(path, "num_experts", hparams.num_experts, 1, MAX_EXPERTS)
+        check.range("num_experts", hparams.num_experts, 1, MAX_EXPERTS)
         limit = min(hparams.num_experts, MAX_EXPERTS_PER_TOKEN)
-        _check_range(path, "num_experts_per_tok", hparams.num_experts_per_tok, 1, limit)
-        _check_range(path, "moe_intermediate_size", hparams.moe_intermediate_size, 1, MAX_SIZE)
-        _check_expert_groups(path, hparams)
+        check.range("num_experts_per_tok", hparams.num_experts_per_tok, 1, limit)
+        check.range("moe_intermediate_size", hparams.moe_intermediate_size, 1, MAX_SIZE)
+        _check_expert_groups(check, hparams)
     if hparams.latent is not None:
         for name in ("rank", "nope_dim", "rope_dim", "value_dim"):
-            _check_range(path, f"latent {name}", getattr(hparams.latent, name), 1, MAX_SIZE)
+            check.range(f"latent {name}", getattr(hparams.latent, name), 1, MAX_SIZE)
     for name in (
         "norm_eps",
         "rope_theta",
@@ -265,7 +258,7 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
         "residual_scale",
         "logit_scale",
     ):
-        _check_positive(path, name, getattr(hparams, name))
+        check.positive(name, getattr(hparams, name))
     for name in (
         "rope_local_theta",
         "attention_scale",
@@ -274,51 +267,92 @@ def check_hparams(path: Path, hparams: ModelHParams) -> ModelHParams:
     ):
         value = getattr(hparams, name)
         if value is not None:
-            _check_positive(path, name, value)
-    if hparams.sliding_window is not None:
-        _check_range(path, "sliding_window", hparams.sliding_window, 1, _MAX_CONTEXT)
+            check.positive(name, value)
+    for name, limit in (
+        ("sliding_window", _MAX_CONTEXT),
+        ("sliding_window_pattern", MAX_LAYERS),
+        ("no_rope_interval", MAX_LAYERS),
+    ):
+        value = getattr(hparams, name)
+        if value is not None:
+            check.range(name, value, 1, limit)
     if hparams.query_temperature is not None:
         beta, length = hparams.query_temperature
-        _check_positive(path, "factor of the queries' temperature", beta)
-        _check_range(path, "length of the queries' temperature", length, 1, _MAX_CONTEXT)
+        check.positive("factor of the queries' temperature", beta)
+        check.range("length of the queries' temperature", length, 1, _MAX_CONTEXT)
     if hparams.rope_dim is not None:
-        _check_range(path, "rope_dim", hparams.rope_dim, 2, hparams.head_dim)
-        if hparams.rope_dim % 2:
-            raise ModelLoadError(f"{path}: rope_dim is {hparams.rope_dim}, expected an even number")
+        check.range("rope_dim", hparams.rope_dim, 2, hparams.head_dim)
+        check.require("rope_dim", hparams.rope_dim, hparams.rope_dim % 2 == 0, "an even number")
         if hparams.rope_dim == hparams.head_dim:
             hparams = replace(hparams, rope_dim=None)
-    _check_rope_scaling(path, hparams.rope_scaling)
+    _check_rope_scaling(check, hparams.rope_scaling)
     return hparams
 
 
-def _check_expert_groups(path: Path, hparams: ModelHParams) -> None:
+def _check_heads(check: _Check, hparams: ModelHParams) -> None:
+    heads, kv_heads = hparams.num_attention_heads, hparams.num_key_value_heads
+    if heads % kv_heads:
+        raise check.error(
+            f"{check.says('num_attention_heads', heads)} and "
+            f"{check.says('num_key_value_heads', kv_heads)}: {heads} attention heads cannot share "
+            f"{kv_heads} key/value heads evenly"
+        )
+    for layer in hparams.attention_layers:
+        check.range("head_dim", layer.head_dim, 2, MAX_SIZE)
+        kv_heads = layer.num_key_value_heads
+        check.range("num_key_value_heads", kv_heads, 1, heads)
+        if heads % kv_heads or layer.head_dim % 2:
+            raise check.error(
+                f"a layer has {heads} attention heads of {layer.head_dim} dimensions for "
+                f"{kv_heads} key/value heads; {check.says('num_attention_heads', heads)}, "
+                f"{check.says('num_key_value_heads', kv_heads)}, "
+                f"{check.says('head_dim', layer.head_dim)}"
+            )
+
+
+def _check_expert_groups(check: _Check, hparams: ModelHParams) -> None:
     groups, chosen = hparams.expert_groups, hparams.expert_top_groups
-    _check_range(path, "expert_groups", groups, 1, hparams.num_experts)
-    _check_range(path, "expert_top_groups", chosen, 1, groups)
+    check.range("expert_groups", groups, 1, hparams.num_experts)
+    check.range("expert_top_groups", chosen, 1, groups)
     size = hparams.num_experts // groups
     if size * groups != hparams.num_experts or chosen * size < hparams.num_experts_per_tok:
-        raise ModelLoadError(
-            f"{path}: a token cannot choose {hparams.num_experts_per_tok} of "
-            f"{hparams.num_experts} experts from {chosen} of {groups} equal groups"
+        raise check.error(
+            f"a token cannot choose {hparams.num_experts_per_tok} of "
+            f"{hparams.num_experts} experts from {chosen} of {groups} equal groups; "
+            f"{check.says('expert_groups', groups)}, {check.says('expert_top_groups', chosen)}"
         )
 
 
-def _check_rope_scaling(path: Path, scaling: RopeScaling) -> None:
-    _check_positive(path, "rope scaling factor", scaling.factor)
+def _check_rope_scaling(check: _Check, scaling: RopeScaling) -> None:
+    check.positive("rope scaling factor", scaling.factor)
     if scaling.attention_factor is not None:
-        _check_positive(path, "rope attention_factor", scaling.attention_factor)
+        check.positive("rope attention_factor", scaling.attention_factor)
     for factors in (scaling.factors, scaling.long_factors):
         for factor in factors or ():
-            _check_positive(path, "rope frequency factor", factor)
+            check.positive("rope frequency factor", factor)
 
 
-def _check_range(path: Path, name: str, value: int, low: int, high: int) -> None:
-    if not low <= value <= high:
-        raise ModelLoadError(f"{path}: {name} is {value}, allowed are {low} to {high}")
+class _Check:
+    """Refuses values, in the file's words."""
 
+    def __init__(self, path: Path, source: TypedMapping | None) -> None:
+        self.path = path
+        self.source = source
 
-def _check_positive(path: Path, name: str, value: float) -> None:
-    if not 0 < value <= _MAX_FACTOR:
-        raise ModelLoadError(
-            f"{path}: {name} is {value}, expected a positive number up to {_MAX_FACTOR:g}"
-        )
+    def error(self, fault: str) -> ModelLoadError:
+        return ModelLoadError(f"{self.path}: {fault}")
+
+    def says(self, name: str, value: object) -> str:
+        return describe(self.source, name, value)
+
+    def require(self, name: str, value: object, is_good: bool, expected: str) -> None:
+        if not is_good:
+            raise self.error(f"{self.says(name, value)}, expected {expected}")
+
+    def range(self, name: str, value: int, low: int, high: int) -> None:
+        if not low <= value <= high:
+            raise self.error(f"{self.says(name, value)}, allowed are {low} to {high}")
+
+    def positive(self, name: str, value: float) -> None:
+        is_good = 0 < value <= _MAX_FACTOR
+        self.require(name, value, is_good, f"a positive number up to {_MAX_FACTOR:g}")

@@ -146,6 +146,10 @@ _RENAMED_MAMBA2 = {
     "num_heads": "mamba_n_heads",
     "state_size": "mamba_d_state",
 }
+_GRANITE_SPELLINGS = {
+    "intermediate_size": "shared_intermediate_size",
+    "moe_intermediate_size": "intermediate_size",
+}
 _ENDLESS = 1 << 20
 """Context length of a model that has no positions at all; GGUF's converter writes the same."""
 
@@ -173,11 +177,11 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
     if architecture == "granitehybrid":
         values["moe_intermediate_size"] = values.get("intermediate_size")
         values["intermediate_size"] = config.get_int("shared_intermediate_size")
-        return TypedMapping(config.path, values)
+        return TypedMapping(config.path, values, _GRANITE_SPELLINGS)
     if architecture == "mamba2":
-        return TypedMapping(config.path, _mamba2_values(config))
+        return _mamba2_config(config)
     if architecture in NEMOTRON:
-        return TypedMapping(config.path, _nemotron_values(config))
+        return _nemotron_config(config)
     if architecture not in ("lfm2", "lfm2moe"):
         return config
     classes = config.get("architectures")
@@ -193,27 +197,31 @@ def renamed_config(config: TypedMapping, architecture: str) -> TypedMapping:
     )
     if architecture == "lfm2":
         values["intermediate_size"] = _lfm2_inner_size(config)
-    return TypedMapping(config.path, values)
+    return TypedMapping(config.path, values, {"rms_norm_eps": "norm_eps"})
 
 
-def _renamed(config: TypedMapping, names: dict[str, str]) -> dict[str, Any]:
-    values = dict(config.items())
+def _renamed(config: TypedMapping, names: dict[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Values under the names of other families too, and what the file calls these."""
+    values, spellings = dict(config.items()), {}
     for key, name in names.items():
         if values.get(key) is not None and values.get(name) is None:
             values[name] = values[key]
-    return values
+            spellings[name] = key
+    return values, spellings
 
 
-def _mamba2_values(config: TypedMapping) -> dict[str, Any]:
-    values = _renamed(config, _RENAMED | _RENAMED_MAMBA2)
+def _mamba2_config(config: TypedMapping) -> TypedMapping:
+    values, spellings = _renamed(config, _RENAMED | _RENAMED_MAMBA2)
     # Sizes that mean nothing where there is no attention.
-    return values | {
+    values |= {
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
         "head_dim": config.get_int("hidden_size"),
         "intermediate_size": config.get_int("hidden_size"),
         "max_position_embeddings": _ENDLESS,
     }
+    unsaid = dict.fromkeys(("head_dim", "intermediate_size"), "hidden_size")
+    return TypedMapping(config.path, values, spellings | unsaid)
 
 
 def completed_metadata(metadata: TypedMapping, architecture: str) -> TypedMapping:
@@ -225,9 +233,9 @@ def completed_metadata(metadata: TypedMapping, architecture: str) -> TypedMappin
     return TypedMapping(metadata.path, {**dict(metadata.items()), **sizes})
 
 
-def _nemotron_values(config: TypedMapping) -> dict[str, Any]:
+def _nemotron_config(config: TypedMapping) -> TypedMapping:
     """``time_step_min`` and its like say how biases began; what limits is ``time_step_limit``."""
-    values = _renamed(config, _RENAMED)
+    values, spellings = _renamed(config, _RENAMED)
     kinds = _nemotron_kinds(config)
     values["layer_types"] = kinds or None
     if kinds and config.get_int("num_hidden_layers", len(kinds)) != len(kinds):
@@ -237,7 +245,7 @@ def _nemotron_values(config: TypedMapping) -> dict[str, Any]:
         )
     values["num_hidden_layers"] = len(kinds) or values.get("num_hidden_layers")
     values.setdefault("head_dim", 128)
-    return values
+    return TypedMapping(config.path, values, spellings)
 
 
 def _lfm2_inner_size(config: TypedMapping) -> int:
@@ -248,8 +256,8 @@ def _lfm2_inner_size(config: TypedMapping) -> int:
     multiple = config.get_int("block_multiple_of", 256)
     if not 0 < multiple <= 1 << 24 or not 0 < size <= 1 << 24:
         raise ModelLoadError(
-            f"{config.path}: block_multiple_of is {multiple} and the MLP's width {size}, allowed "
-            f"are 1 to {1 << 24}"
+            f"{config.path}: block_multiple_of is {multiple} and the MLP's width (block_ff_dim or "
+            f"intermediate_size) {size}, allowed are 1 to {1 << 24}"
         )
     factor = config.get_float("block_ffn_dim_multiplier", 1.0)
     if not 0 < factor <= 1024:
@@ -293,8 +301,8 @@ def _config_kinds(config: TypedMapping, hparams: ModelHParams) -> tuple[str, ...
     for name in names:
         if name not in known:
             raise UnsupportedModelError(
-                f"{config.path}: layers of type {name!r} are not supported for "
-                f"{hparams.architecture!r}; supported are {', '.join(known)}"
+                f"{config.path}: layers of type {name!r:.60} are not supported for "
+                f"{hparams.architecture!r} ({key}); supported are {', '.join(known)}"
             )
     if len(names) != count:
         raise ModelLoadError(f"{config.path}: {key} has {len(names)} entries for {count} layers")

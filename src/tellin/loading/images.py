@@ -258,5 +258,6 @@ def check_channels(settings: TypedMapping, hparams: VisionHParams) -> None:
     """Refuse a tower that is not for red, green and blue."""
     if hparams.num_channels != 3:
         raise UnsupportedModelError(
-            f"{settings.path}: an image encoder of {hparams.num_channels} channels is not supported"
+            f"{settings.path}: an image encoder of {hparams.num_channels} channels (num_channels) "
+            "is not supported"
         )

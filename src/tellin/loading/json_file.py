@@ -7,6 +7,8 @@ object gets a `ModelLoadError` with its name, not a crash.
 from __future__ import annotations
 
 import json
+import os
+import stat
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,46 @@ _MAX_BYTES = 64 << 20
 """Shard indices of the largest models have about 10 MB."""
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is a file, or a link to one.
+
+    Raises:
+        ModelLoadError: there is something else, or a link that leads nowhere: a file that is meant
+            to be there must not count as left out.
+    """
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ModelLoadError(f"{str(path)[:4096]!r}: cannot be read: {why}") from None
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        raise ModelLoadError(f"{path}: is a link that leads nowhere: {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        raise ModelLoadError(f"{path}: is not a regular file")
+    return True
+
+
+def read_file(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
+    """All of a small file.
+
+    Raises:
+        ModelLoadError: it cannot be read, is no regular file (one that never ends), or too large.
+    """
+    if not is_file(path):
+        raise ModelLoadError(f"{path}: is missing")
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > max_bytes:
+            raise ModelLoadError(f"{path}: has {num_bytes} bytes, allowed are {max_bytes}")
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
 def read_json_object(path: Path) -> TypedMapping:
     """The object in a JSON file.
 
@@ -27,12 +69,7 @@ def read_json_object(path: Path) -> TypedMapping:
         ModelLoadError: it cannot be read, or is not a JSON object.
     """
     try:
-        num_bytes = path.stat().st_size
-        if num_bytes > _MAX_BYTES:
-            raise ModelLoadError(f"{path}: has {num_bytes} bytes, allowed are {_MAX_BYTES}")
-        values: Any = _decode(path.read_bytes())
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
+        values: Any = _decode(read_file(path))
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: is not valid JSON: {error}") from None
     if not isinstance(values, dict):
@@ -54,4 +91,4 @@ def _decode(raw: bytes) -> Any:
 
 def read_optional_json_object(path: Path) -> TypedMapping | None:
     """As `read_json_object`, or None if there is no such file."""
-    return read_json_object(path) if path.is_file() else None
+    return read_json_object(path) if is_file(path) else None

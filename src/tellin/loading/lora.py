@@ -23,7 +23,8 @@ from tellin.exceptions import AdapterError, AdapterNotFoundError, LoadError
 from tellin.loading.dequantize import dequantize
 from tellin.loading.gated_delta import value_head_order
 from tellin.loading.hparams import NEIGHBOUR_PAIRS
-from tellin.loading.json_file import read_json_object
+from tellin.loading.json_file import is_file, read_json_object
+from tellin.loading.name_patterns import NamePatterns
 from tellin.loading.names import canonical_hf_name, fused_order, fused_parts
 from tellin.loading.safetensors import SafetensorsFile
 from tellin.loading.tensors import ModelHParams, TensorRef
@@ -101,7 +102,7 @@ def _check_files(path: Path) -> None:
             f"{path}: no such folder; an adapter is a folder with {CONFIG_NAME} and {WEIGHTS_NAME}"
         )
     for name in (CONFIG_NAME, WEIGHTS_NAME):
-        if (path / name).is_file():
+        if is_file(path / name):
             continue
         pickles = [p.name for p in (path / "adapter_model.bin", path / "adapter_model.pt")]
         found = next((p for p in pickles if name == WEIGHTS_NAME and (path / p).is_file()), None)
@@ -124,6 +125,8 @@ class _Reader:
         self.sites = sites
         self.max_rank = max_rank
         self.reasons: list[str] = []
+        self._alphas = NamePatterns(config, "alpha_pattern")
+        self._ranks = NamePatterns(config, "rank_pattern")
 
     def read(self, tensors: Mapping[str, TensorRef]) -> Adapter:
         self._check_config()
@@ -153,7 +156,8 @@ class _Reader:
             self.reasons.append(f"bias={config.get_str('bias')!r} is not supported")
         for key, what in _UNSUPPORTED_FLAGS.items():
             if config.get(key):
-                self.reasons.append(f"{key} ({what}) is not supported")
+                given = str(config.get(key))
+                self.reasons.append(f"{key} ({what}) is not supported (it is {given:.40})")
         start = config.get("init_lora_weights")
         if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
             self.reasons.append(
@@ -205,6 +209,12 @@ class _Reader:
                 f"its rank is {rank}, the engine's max_lora_rank {self.max_rank}; raise that"
             )
             return {}
+        if self.config.has("r") and rank != self._rank(layer):
+            self.reasons.append(
+                f"{CONFIG_NAME} gives {layer} rank {self._rank(layer)} ('r' or 'rank_pattern'), "
+                f"its matrices have {rank}"
+            )
+            return {}
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             self.reasons.append(f"{layer} holds NaN or infinity")
             return {}
@@ -213,7 +223,10 @@ class _Reader:
         with np.errstate(over="ignore", invalid="ignore"):
             b = b * np.float32(self._scale(layer, rank))
         if not np.isfinite(b).all():
-            self.reasons.append(f"{layer} overflows when it is scaled by its alpha")
+            self.reasons.append(
+                f"{layer} overflows when it is scaled by its alpha "
+                f"(lora_alpha or alpha_pattern: {self._alpha(layer):g})"
+            )
             return {}
         order = fused_order(self.hparams, name)
         if order is not None:
@@ -232,21 +245,22 @@ class _Reader:
         return found
 
     def _scale(self, layer: str, rank: int) -> float:
-        alpha = self.config.get_float("lora_alpha")
-        if self.config.has("alpha_pattern"):
-            patterns = self.config.get_mapping("alpha_pattern")
-            for pattern in patterns:
-                try:
-                    applies = re.match(rf"(.*\.)?({pattern})\Z", layer)
-                except re.error as error:
-                    raise AdapterError(
-                        f"{self.path}: alpha_pattern has {pattern!r}, which is no pattern: {error}"
-                    ) from None
-                if applies:
-                    alpha = patterns.get_float(pattern)
-                    break
+        """What B is multiplied by: the alpha of the layer over its rank."""
         rs = self.config.get_bool("use_rslora", False)
-        return alpha / (math.sqrt(rank) if rs else rank)
+        return self._alpha(layer) / (math.sqrt(rank) if rs else rank)
+
+    def _alpha(self, layer: str) -> float:
+        key = self._alphas.find(layer)
+        if key is None:
+            return self.config.get_float("lora_alpha")
+        return self.config.get_mapping("alpha_pattern").get_float(key)
+
+    def _rank(self, layer: str) -> int:
+        """The rank that the configuration gives the layer."""
+        key = self._ranks.find(layer)
+        if key is None:
+            return self.config.get_int("r")
+        return self.config.get_mapping("rank_pattern").get_int(key)
 
     def _reordered(self, layer: str, b: Floats) -> Floats:
         """Output rows in the order of the model's own.

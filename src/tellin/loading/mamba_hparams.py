@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.key_names import describe
 from tellin.loading.tensors import MambaHParams, ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
 
@@ -49,7 +50,10 @@ def mamba_from_config(config: TypedMapping, hparams: ModelHParams) -> ModelHPara
     if architecture == "granitehybrid":
         positions = config.get("position_embedding_type")
         if positions not in (None, "rope", "nope"):
-            raise UnsupportedModelError(f"{config.path}: {positions!r} positions are not supported")
+            raise UnsupportedModelError(
+                f"{config.path}: {positions!r:.60} positions (position_embedding_type) are not "
+                "supported; supported are 'rope' and 'nope'"
+            )
         # Without rope every layer leaves q and k unrotated.
         hparams = replace(hparams, no_rope_interval=None if positions == "rope" else 1)
         if "mamba" not in hparams.layer_types:
@@ -58,8 +62,9 @@ def mamba_from_config(config: TypedMapping, hparams: ModelHParams) -> ModelHPara
     head_dim, inner = _inner_size(config, architecture, hparams.hidden_size, heads)
     if heads * head_dim != inner:
         raise ModelLoadError(
-            f"{config.path}: {heads} mamba heads of {head_dim} are {heads * head_dim} values; "
-            f"the layers are {inner} wide"
+            f"{config.path}: {describe(config, 'mamba num_heads', heads)} and "
+            f"{describe(config, 'mamba head_dim', head_dim)}, which are {heads * head_dim} values; "
+            f"the layers are {inner} wide ({describe(config, 'mamba inner size', inner)})"
         )
     mamba = MambaHParams(
         num_heads=heads,
@@ -114,8 +119,8 @@ def _with_falcon_scales(config: TypedMapping, hparams: ModelHParams) -> ModelHPa
     for name, factor in scales.items():
         if not abs(factor) <= _MAX_FACTOR:
             raise ModelLoadError(
-                f"{config.path}: the factor of {name} is {factor:g}, allowed are up to "
-                f"{_MAX_FACTOR:g}"
+                f"{config.path}: the factor of {name} is {factor:g} "
+                f"({_multipliers(name)}), allowed are up to {_MAX_FACTOR:g}"
             )
     return replace(
         hparams,
@@ -123,6 +128,18 @@ def _with_falcon_scales(config: TypedMapping, hparams: ModelHParams) -> ModelHPa
         logit_scale=config.get_float("lm_head_multiplier", 1.0),
         output_scales={name: factor for name, factor in scales.items() if factor != 1},
     )
+
+
+def _multipliers(name: str) -> str:
+    """The keys that the factor of a linear layer of Falcon-H1 is made of."""
+    if name.startswith("mlp."):
+        return "mlp_multipliers"
+    if name in ("self_attn.o_proj", "mamba.out_proj"):
+        return "attention_out_multiplier" if "attn" in name else "ssm_out_multiplier"
+    if name.startswith("mamba."):
+        return "ssm_in_multiplier and ssm_multipliers"
+    key = " and key_multiplier" if name == "self_attn.k_proj" else ""
+    return f"attention_in_multiplier{key}"
 
 
 def mamba_from_metadata(metadata: TypedMapping, hparams: ModelHParams) -> ModelHParams:
@@ -164,7 +181,7 @@ def checked_kernel(source: TypedMapping, kernel: int) -> int:
     """
     if not 2 <= kernel <= _MAX_CONV_KERNEL:
         raise ModelLoadError(
-            f"{source.path}: the convolutions' kernel is {kernel}, allowed are 2 to "
+            f"{source.path}: {describe(source, 'conv_kernel', kernel)}, allowed are 2 to "
             f"{_MAX_CONV_KERNEL}"
         )
     return kernel
@@ -183,17 +200,20 @@ def refuse_unless(config: TypedMapping, key: str, supported: object) -> None:
 def _checked(source: TypedMapping, mamba: MambaHParams) -> MambaHParams:
     checked_kernel(source, mamba.conv_kernel)
     for name, value, limit in (
-        ("mamba heads", mamba.num_heads, 1 << 16),
+        ("mamba num_heads", mamba.num_heads, 1 << 16),
         ("mamba head_dim", mamba.head_dim, _MAX_STATE_DIM),
         ("mamba state_dim", mamba.state_dim, _MAX_STATE_DIM),
-        ("mamba groups", mamba.num_groups, mamba.num_heads),
+        ("mamba num_groups", mamba.num_groups, mamba.num_heads),
     ):
         if not 1 <= value <= limit:
-            raise ModelLoadError(f"{source.path}: {name} is {value}, allowed are 1 to {limit}")
+            raise ModelLoadError(
+                f"{source.path}: {describe(source, name, value)}, allowed are 1 to {limit}"
+            )
     if mamba.num_heads % mamba.num_groups:
         raise ModelLoadError(
-            f"{source.path}: {mamba.num_heads} mamba heads cannot share {mamba.num_groups} groups "
-            "evenly"
+            f"{source.path}: {describe(source, 'mamba num_groups', mamba.num_groups)}; "
+            f"{mamba.num_heads} heads ({describe(source, 'mamba num_heads', mamba.num_heads)}) "
+            "cannot share them evenly"
         )
     return mamba
 

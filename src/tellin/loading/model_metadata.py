@@ -17,8 +17,8 @@ from tellin.config import PoolerConfig
 from tellin.exceptions import ModelLoadError
 from tellin.loading.encoder_hparams import ROTARY_ENCODERS
 from tellin.loading.gguf_vocab import GGUFVocabulary
-from tellin.loading.hparams import check_hparams
-from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.hparams import MAX_SIZE, check_hparams
+from tellin.loading.json_file import is_file, read_file, read_optional_json_object
 from tellin.loading.pooling import pooler_from_folder, pooler_from_gguf
 from tellin.loading.templates import templates_from_folder, templates_from_gguf
 from tellin.loading.tensors import ModelHParams
@@ -27,6 +27,8 @@ from tellin.loading.typed_mapping import TypedMapping
 ENCODER_ARCHITECTURES = ("bert", "gemma-embedding", *ROTARY_ENCODERS)
 """Those whose tokens see the whole text: they cannot generate."""
 
+_MAX_TOKENIZER_BYTES = 256 << 20
+"""Of a ``tokenizer.json``: those of the largest vocabularies have 35 MB."""
 _GGUF_SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -93,6 +95,12 @@ class ModelMetadata:
     @property
     def chat_template(self) -> str | None:
         return self.chat_templates.get("default")
+
+    def sampling_key(self, name: str) -> str:
+        """What the model's file calls one of `generation_defaults`."""
+        names = _GGUF_SAMPLING if self.file_format == "gguf" else _HF_SAMPLING
+        key = next(key for key, value in names.items() if value == name)
+        return f"general.sampling.{key}" if self.file_format == "gguf" else key
 
     @property
     def is_encoder(self) -> bool:
@@ -205,13 +213,18 @@ class _TokenInventory:
 
     @classmethod
     def read(cls, path: Path) -> _TokenInventory:
-        if not path.is_file():
+        if not is_file(path):
             return cls(0, {})
         file = _read_tokenizer(path)
         vocab = file.model.vocab
         last = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
         added = {token.content: token.id for token in file.added_tokens}
-        return cls(max(last, *added.values(), -1) + 1, added)
+        size = max(last, *added.values(), -1) + 1
+        if size > MAX_SIZE:
+            raise ModelLoadError(
+                f"{path}: has a token with id {size - 1}, allowed are ids below {MAX_SIZE}"
+            )
+        return cls(size, added)
 
     def find(self, text: str | None) -> list[int]:
         return [self.added[text]] if text is not None and text in self.added else []
@@ -219,11 +232,9 @@ class _TokenInventory:
 
 def _read_tokenizer(path: Path) -> _TokenizerFile:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_TokenizerFile)
+        return msgspec.json.decode(read_file(path, _MAX_TOKENIZER_BYTES), type=_TokenizerFile)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: is not a usable tokenizer file: {error}") from None
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def find_token(path: Path, text: str) -> int | None:

@@ -20,7 +20,7 @@ from tellin.loading.gguf_hparams import hparams_from_gguf
 from tellin.loading.hf_hparams import hparams_from_config
 from tellin.loading.hf_quant import assemble
 from tellin.loading.hf_quant_config import quant_config
-from tellin.loading.json_file import read_json_object
+from tellin.loading.json_file import is_file, read_json_object
 from tellin.loading.model_metadata import (
     ModelMetadata,
     metadata_from_folder,
@@ -201,13 +201,11 @@ def locate_model(path: Path) -> Path:
         ModelNotFoundError: there is nothing at ``path``, or nothing like a model.
     """
     if path.is_dir():
-        if (path / "config.json").is_file():
-            return path
-        return _only_gguf(path)
-    if not path.exists():
+        return path if is_file(path / "config.json") else _only_gguf(path)
+    if not is_file(path):
         raise ModelNotFoundError(f"{path}: no such file or folder")
     if path.suffix == ".safetensors":
-        if (path.parent / "config.json").is_file():
+        if is_file(path.parent / "config.json"):
             return path.parent
         raise ModelNotFoundError(f"{path}: a safetensors model needs a config.json beside it")
     return path

@@ -14,7 +14,7 @@ import msgspec
 
 from tellin.config import PoolerConfig
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
-from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.json_file import is_file, read_file, read_optional_json_object
 from tellin.loading.typed_mapping import TypedMapping
 
 _GGUF_POOLING = {1: "MEAN", 2: "CLS", 3: "LAST"}
@@ -83,14 +83,14 @@ def pooler_from_folder(folder: Path, config: TypedMapping) -> PoolerConfig | Non
         return classifier
     modules = module_list(folder / "modules.json")
     kinds = [kind for kind, _ in modules]
-    if "Pooling" not in kinds:
-        return None
     unknown = [kind for kind in kinds if kind not in _MODULES]
     if unknown:
         raise UnsupportedModelError(
-            f"{folder / 'modules.json'}: module {unknown[0]!r} is not supported; supported are "
-            f"{', '.join(_MODULES)}"
+            f"{folder / 'modules.json'}: module {unknown[0]!r:.60} (key 'type') is not supported; "
+            f"supported are {', '.join(_MODULES)}"
         )
+    if "Pooling" not in kinds:
+        return None
     dense = [path for kind, path in modules if kind == "Dense"]
     if kinds != sorted(kinds, key=_MODULES.index):
         raise UnsupportedModelError(
@@ -245,17 +245,22 @@ def _score_activation(config: TypedMapping) -> str:
 
 def module_list(path: Path) -> list[tuple[str, str]]:
     """Class name and folder of each module, in order; none without a file."""
-    if not path.is_file():
+    if not is_file(path):
         return []
     try:
-        values: Any = msgspec.json.decode(path.read_bytes())
-        return [(str(item["type"]).rpartition(".")[2], str(item["path"])) for item in values]
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
+        values: Any = msgspec.json.decode(read_file(path))
+        modules = [(item["type"], item["path"]) for item in values]
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ModelLoadError(f"{path}: is not valid JSON: {error}") from None
     except (TypeError, KeyError, IndexError):
         raise ModelLoadError(f"{path}: is not a list of modules with type and path") from None
+    for kind, place in modules:
+        if not isinstance(kind, str) or not isinstance(place, str):
+            wrong = ("path", place) if isinstance(kind, str) else ("type", kind)
+            raise ModelLoadError(f"{path}: key {wrong[0]!r} is {wrong[1]!r:.60}, expected a string")
+        if Path(place).is_absolute() or ".." in Path(place).parts:
+            raise ModelLoadError(f"{path}: key 'path' is {place!r:.60}, which is not in the folder")
+    return [(kind.rpartition(".")[2], place) for kind, place in modules]
 
 
 def _pooling_type(path: Path) -> str:

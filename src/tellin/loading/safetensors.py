@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tellin.exceptions import ModelLoadError, ModelNotFoundError, UnsupportedModelError
-from tellin.loading.json_file import read_json_object
+from tellin.loading.json_file import is_file, read_json_object
 from tellin.loading.mapped_file import MappedFile
 from tellin.loading.tensors import QuantType, TensorRef
 
@@ -162,9 +162,9 @@ def open_safetensors(
     Raises: as `SafetensorsFile`; `ModelLoadError` also if the index and the shards disagree.
     """
     index_path = folder / INDEX_NAME
-    if (folder / SINGLE_NAME).is_file():
+    if is_file(folder / SINGLE_NAME):
         return [SafetensorsFile(folder / SINGLE_NAME, is_dropped, with_raw)]
-    if not index_path.is_file():
+    if not is_file(index_path):
         raise ModelNotFoundError(f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}")
     weight_map = read_json_object(index_path).get_mapping("weight_map")
     shard_of: dict[str, str] = {name: weight_map.get_str(name) for name in weight_map}
@@ -173,7 +173,7 @@ def open_safetensors(
         for shard in sorted(set(shard_of.values())):
             if Path(shard).name != shard or shard in ("", ".", ".."):
                 raise ModelLoadError(f"{index_path}: {shard!r} is not a file name")
-            if not (folder / shard).is_file():
+            if not is_file(folder / shard):
                 raise ModelLoadError(f"{index_path}: names {shard}, which is missing")
             files.append(SafetensorsFile(folder / shard, is_dropped, with_raw))
         _check_shards(index_path, shard_of, files, is_dropped)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError
-from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.json_file import is_file, read_file, read_optional_json_object
 from tellin.loading.typed_mapping import TypedMapping
 
 _MAX_TEMPLATE_BYTES = 4 << 20
@@ -39,7 +39,7 @@ def templates_from_folder(folder: Path) -> dict[str, str]:
     if extra.is_dir():
         files |= {path.stem: path for path in sorted(extra.glob("*.jinja"))}
     for name, path in files.items():
-        if path.is_file():
+        if is_file(path):
             templates[name] = _read_template(path)
     return templates
 
@@ -60,10 +60,6 @@ def _templates(config: TypedMapping) -> dict[str, str]:
 
 def _read_template(path: Path) -> str:
     try:
-        if path.stat().st_size > _MAX_TEMPLATE_BYTES:
-            raise ModelLoadError(f"{path}: is larger than {_MAX_TEMPLATE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ModelLoadError(f"{path}: cannot be read: {error.strerror or error}") from None
+        return read_file(path, _MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
         raise ModelLoadError(f"{path}: is not valid UTF-8: {error.reason}") from None

@@ -7,19 +7,19 @@ on request only, chat templates. Encoding and decoding may be called from severa
 from __future__ import annotations
 
 import functools
-import json
 import numbers
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from tellin.exceptions import InvalidParameterError, ModelLoadError, UnsupportedFeatureError
 from tellin.loading.gguf_tokenizer import SPACE, build_backend
 from tellin.loading.gguf_vocab import GGUFVocabulary
-from tellin.loading.json_file import read_optional_json_object
+from tellin.loading.json_file import is_file, read_optional_json_object
 from tellin.loading.model_metadata import token_text
 from tellin.loading.templates import templates_from_folder, templates_from_gguf
+from tellin.loading.token_bytes import TOKEN_BYTES, decoder_kind
 from tellin.loading.typed_mapping import TypedMapping
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Tokenizer:
         self.all_special_ids = frozenset(i for i, token in self._added.items() if token.special)
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         """Number of tokens, including added ones."""
-        self._kind = _decoder_kind(backend)
+        self._kind = decoder_kind(backend)
         self._plain_lock = threading.Lock()
         self._plain_backend: tokenizers.Tokenizer | None = None
 
@@ -217,12 +217,12 @@ class Tokenizer:
         added = self._added.get(token_id)
         if added is not None:
             return self._text_of_added(added.content)
-        return _TOKEN_BYTES[self._kind](token)
+        return TOKEN_BYTES[self._kind](token)
 
     def token_bytes(self) -> list[bytes | None]:
         """`id_to_bytes` of every id from 0 to `max_token_id`, in one pass."""
         table: list[bytes | None] = [None] * (self.max_token_id + 1)
-        to_bytes = _TOKEN_BYTES[self._kind]
+        to_bytes = TOKEN_BYTES[self._kind]
         for token, token_id in self.backend.get_vocab(with_added_tokens=True).items():
             table[token_id] = to_bytes(token)
         for token_id, added in self._added.items():
@@ -273,7 +273,8 @@ class Tokenizer:
                 "describe the tools in a system message"
             )
         special = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
-        return compile_template(text).render(
+        template = compile_template(text, None if text == chat_template else self.source)
+        return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -345,15 +346,18 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     import tokenizers
 
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    if not is_file(path):
         raise ModelLoadError(f"{folder}: has no tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
         ids = backend.encode("a").ids  # some faults show only here
+        dropout = getattr(backend.model, "dropout", None)
     except BaseException as error:
         if not _is_failure(error):
             raise
         raise ModelLoadError(f"{path}: is not a usable tokenizer file: {error}") from None
+    if dropout:
+        raise ModelLoadError(f"{path}: 'dropout' is {dropout:g}: token ids would be random")
     config = read_optional_json_object(folder / "tokenizer_config.json") or TypedMapping(folder, {})
     _declare_added_tokens(backend, config)
 
@@ -381,7 +385,12 @@ def _declare_added_tokens(backend: tokenizers.Tokenizer, config: TypedMapping) -
         return
     known = backend.get_added_tokens_decoder()
     entries = config.get_mapping("added_tokens_decoder")
-    for key in sorted((k for k in entries if k.isdecimal() and len(k) < 20), key=int):
+    for key in entries:
+        if not key.isdecimal() or len(key) > 20:
+            raise ModelLoadError(
+                f"{entries.path}: key 'added_tokens_decoder' holds {key!r:.40}, no token id"
+            )
+    for key in sorted(entries, key=int):
         entry = entries.get_mapping(key)
         text = entry.get_str("content")
         if int(key) in known or backend.token_to_id(text) not in (None, int(key)):
@@ -425,62 +434,6 @@ def _is_failure(error: BaseException) -> bool:
     """Whether the library failed at a text or a file: it raises plain `Exception`, or panics, which
     is no `Exception` at all."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
-
-
-def _decoder_kind(backend: tokenizers.Tokenizer) -> str:
-    """How tokens stand for bytes, a key of `_TOKEN_BYTES`."""
-    if backend.decoder is None:
-        return "text"
-    spec = json.loads(backend.decoder.__getstate__())
-    kinds = {step["type"] for step in spec.get("decoders", [spec])}
-    if "ByteLevel" in kinds:
-        return "byte_level"
-    if kinds & {"ByteFallback", "Metaspace"}:
-        return "byte_fallback"
-    return "wordpiece" if "WordPiece" in kinds else "text"
-
-
-@functools.cache
-def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in byte-level vocabularies.
-
-    Printable Latin-1 characters stand for themselves, the other 68 bytes for U+0100 and up, in
-    order. Source: Radford et al. 2019 (GPT-2), section 2.2.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + index): byte for index, byte in enumerate(others)
-    }
-
-
-def _byte_level_bytes(token: str) -> bytes:
-    alphabet = _byte_alphabet()
-    try:
-        return bytes([alphabet[char] for char in token])
-    except KeyError:
-        return token.encode()
-
-
-def _byte_fallback_bytes(token: str) -> bytes:
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
-        try:
-            return bytes([int(token[3:5], 16)])
-        except ValueError:
-            pass
-    return token.replace(SPACE, " ").encode()
-
-
-def _wordpiece_bytes(token: str) -> bytes:
-    return token.removeprefix("##").encode()
-
-
-_TOKEN_BYTES: Mapping[str, Callable[[str], bytes]] = {
-    "byte_level": _byte_level_bytes,
-    "byte_fallback": _byte_fallback_bytes,
-    "wordpiece": _wordpiece_bytes,
-    "text": str.encode,
-}
 
 
 def _why_no_text(text: object) -> str:

@@ -22,11 +22,16 @@ class TypedMapping(Mapping[str, Any]):
 
     The getters raise `ModelLoadError` when a key has the wrong type, or is missing and no default
     is given.
+
+    ``spellings``: of keys that are called otherwise in the file, the file's own names.
     """
 
-    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, values: Mapping[str, Any], spellings: Mapping[str, str] | None = None
+    ) -> None:
         self.path = path
         self._values = values
+        self._spellings = spellings or {}
 
     def __getitem__(self, key: str) -> Any:
         return self._values[key]
@@ -37,6 +42,15 @@ class TypedMapping(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def name_of(self, key: str) -> str:
+        """What the file calls a key."""
+        return self._spellings.get(key, key)
+
+    @property
+    def spellings(self) -> Mapping[str, str]:
+        """By key, the file's name of those that it calls otherwise."""
+        return self._spellings
+
     def has(self, key: str) -> bool:
         """Whether the key is there and not null."""
         return self._values.get(key) is not None
@@ -46,7 +60,9 @@ class TypedMapping(Mapping[str, Any]):
         if isinstance(value, bool) or not isinstance(value, int):
             raise self._wrong_type(key, value, "an integer")
         if abs(value) >= 1 << 64:
-            raise ModelLoadError(f"{self.path}: key {key!r} is an integer of more than 64 bits")
+            raise ModelLoadError(
+                f"{self._named(key)} is an integer of more than 64 bits (got {value!s:.40})"
+            )
         return value
 
     def get_float(self, key: str, default: float | None = None) -> float:
@@ -59,7 +75,7 @@ class TypedMapping(Mapping[str, Any]):
         except OverflowError:
             number = math.inf
         if not math.isfinite(number):
-            raise ModelLoadError(f"{self.path}: key {key!r} is {number}, not a finite number")
+            raise ModelLoadError(f"{self._named(key)} is {number}, not a finite number")
         return number
 
     def get_bool(self, key: str, default: bool | None = None) -> bool:
@@ -91,9 +107,7 @@ class TypedMapping(Mapping[str, Any]):
         ):
             value = np.array(value)
             if value.dtype == object:
-                raise ModelLoadError(
-                    f"{self.path}: key {key!r} holds an integer of more than 64 bits"
-                )
+                raise ModelLoadError(f"{self._named(key)} holds an integer of more than 64 bits")
         if not isinstance(value, np.ndarray):
             raise self._wrong_type(key, value, "an array of numbers")
         return value
@@ -103,13 +117,24 @@ class TypedMapping(Mapping[str, Any]):
         value = self.get_numbers(key)
         if value.size < at_least:
             raise ModelLoadError(
-                f"{self.path}: key {key!r} has {value.size} entries, expected {at_least} or more"
+                f"{self._named(key)} has {value.size} entries, expected {at_least} or more"
             )
         if value.size and value.dtype.kind not in "iub":
-            raise ModelLoadError(
-                f"{self.path}: key {key!r} is an array of {value.dtype}s, not integers"
-            )
+            raise ModelLoadError(f"{self._named(key)} is an array of {value.dtype}s, not integers")
         return value
+
+    def get_flags(self, key: str, count: int) -> list[bool]:
+        """The first ``count`` entries of an array that has as many, each true or false, or 1 or 0.
+
+        Raises `ModelLoadError` also if there are too few, or others.
+        """
+        flags: list[int] = self.get_integers(key, count)[:count].tolist()
+        for index, flag in enumerate(flags):
+            if flag not in (0, 1):
+                raise ModelLoadError(
+                    f"{self._named(key)} holds {flag} for layer {index}, expected true or false"
+                )
+        return [bool(flag) for flag in flags]
 
     def get_mapping(self, key: str) -> TypedMapping:
         value = self._get(key, None, "an object")
@@ -122,14 +147,19 @@ class TypedMapping(Mapping[str, Any]):
         if value is None:
             value = default
         if value is None:
-            raise ModelLoadError(f"{self.path}: key {key!r} ({expected}) is missing")
+            raise ModelLoadError(f"{self._named(key)} ({expected}) is missing")
         return value
+
+    def _named(self, key: str) -> str:
+        return f"{self.path}: key {self.name_of(key)!r}"
 
     def _wrong_type(self, key: str, value: Any, expected: str) -> ModelLoadError:
         if isinstance(value, np.ndarray):
-            name = "an array of numbers"
+            name, value = "an array of numbers", value[:4].tolist()
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            name = "an array"
+            name, value = "an array", value[:4]
         else:
             name = f"a {type(value).__name__}"
-        return ModelLoadError(f"{self.path}: key {key!r} is {name}, expected {expected}")
+        return ModelLoadError(
+            f"{self._named(key)} is {name}, expected {expected} (got {value!r:.40})"
+        )

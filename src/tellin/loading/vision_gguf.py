@@ -126,7 +126,7 @@ def gguf_vision_hparams(model: Path, metadata: TypedMapping) -> VisionHParams:
         mlp_bias=True,
     )
     return VisionHParams(
-        tower=check_hparams(path, tower),
+        tower=check_hparams(path, tower, metadata),
         patch_size=patch_size,
         num_channels=3,
         table_side=side,

@@ -123,14 +123,14 @@ def vision_hparams(config: TypedMapping, text: ModelHParams) -> VisionHParams | 
         hparams = _pooled(config, vision, text)
     else:
         hparams = _llava(config, vision, text)
-    check_hparams(config.path, hparams.tower)
+    check_hparams(config.path, hparams.tower, vision)
     if hparams.table_side % hparams.group_side and model_type == "llava":
         raise ModelLoadError(f"{config.path}: patches do not form whole groups")
     for token_id in (hparams.image_token_id, hparams.begin_token_id or 0):
         if not 0 <= token_id < text.vocab_size:
             raise ModelLoadError(
-                f"{config.path}: the image token has id {token_id}, but the vocabulary has "
-                f"{text.vocab_size} tokens"
+                f"{config.path}: the image token has id {token_id} (image_token_id, or "
+                f"image_token_index and the like), but the vocabulary has {text.vocab_size} tokens"
             )
     return hparams
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from tellin.exceptions import UnsupportedModelError
+from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Plan
 from tellin.models.plan.passes import optimize, with_lora
@@ -108,9 +108,14 @@ def build_plan(
             f"{source.path}: architecture {architecture!r} is not supported; "
             f"supported are {', '.join(supported_architectures())}"
         )
-    plan: Plan = import_module(f"tellin.models.{module_name}").record(
-        PlanBuilder(source, max_model_len, pooling, all_hidden)
-    )
+    try:
+        plan: Plan = import_module(f"tellin.models.{module_name}").record(
+            PlanBuilder(source, max_model_len, pooling, all_hidden)
+        )
+    except ModelLoadError as error:  # of hyperparameters alone: it does not know the file
+        if str(source.path) in str(error):
+            raise
+        raise ModelLoadError(f"{source.path}: {error}") from None
     if max_lora_rank is not None:
         plan = with_lora(plan, max_lora_rank)
     return optimize(plan) if fuse else plan

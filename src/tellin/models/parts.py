@@ -7,6 +7,7 @@ each family's own file, so that a reader never jumps.
 from __future__ import annotations
 
 from tellin.exceptions import ModelLoadError
+from tellin.loading.hparams import GEMMA_FAMILY
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan
 
@@ -19,8 +20,14 @@ DRAFTS_BEFORE_NORM = ("qwen2",)
 
 
 def embed_tokens(b: PlanBuilder) -> Buffer:
-    """Embedding of the step's token ids, with the model's scale."""
-    return b.embed("embed_tokens", scale=b.hparams.embedding_scale)
+    """Embedding of the step's token ids, with the model's scale.
+
+    In transformers the input embeddings of Gemma's models multiply by themselves, so that their
+    rows are ready; in all other families the model multiplies whatever rows it gets.
+    """
+    scale = b.hparams.embedding_scale
+    are_ready = b.hparams.architecture in GEMMA_FAMILY
+    return b.embed("embed_tokens", scale=scale, given_scale=1.0 if are_ready else scale)
 
 
 def gated_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:

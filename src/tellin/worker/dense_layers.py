@@ -71,6 +71,6 @@ def open_dense_layers(path: Path, embedding_size: int) -> DenseLayers:
     if width != embedding_size or not layers:
         raise ModelLoadError(
             f"{path}: the {len(layers)} dense layers after the pooling end with {width} values; "
-            f"the configuration says {embedding_size}"
+            f"the configuration (out_features or feat_out) says {embedding_size}"
         )
     return DenseLayers(layers)

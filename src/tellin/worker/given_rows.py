@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from tellin.kernels.batch import StepBatch
+from tellin.models.plan.ir import Embed, Plan
 from tellin.worker.backends import Backend
 from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.input_batch import NO_TOKEN, RequestState
-
-if TYPE_CHECKING:
-    from tellin.models.plan.ir import Plan
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -102,7 +99,8 @@ class GivenRows:
     def _find_scale(self, backend: Backend) -> float:
         if self._scale is None:
             plan: Plan = backend.plan  # type: ignore[attr-defined]
-            self._scale = scale_of_given(plan)
+            scales = (op.given_scale for op in plan.ops if isinstance(op, Embed))
+            self._scale = next(scales, 1.0)
         return self._scale
 
 
@@ -113,16 +111,3 @@ def with_given(step: StepBatch, given: Given | None) -> StepBatch:
     token_ids = step.token_ids
     token_ids[token_ids == NO_TOKEN] = 0  # read by nobody, but a backend wants ids of its table
     return replace(step, embeds=given[0], embed_rows=given[1])
-
-
-def scale_of_given(plan: Plan) -> float:
-    """What a row of the model's input embeddings is multiplied by before its first layer.
-
-    In transformers the input embeddings of Gemma's models multiply by themselves, so that their
-    rows are ready; in all other families the model multiplies whatever rows it gets.
-    """
-    from tellin.models.plan.ir import Embed
-
-    if plan.architecture.startswith("gemma"):
-        return 1.0
-    return next((op.scale for op in plan.ops if isinstance(op, Embed)), 1.0)

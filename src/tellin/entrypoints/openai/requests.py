@@ -10,17 +10,44 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from tellin.exceptions import InvalidParameterError
 
+
+def _of_one_kind(value: Any) -> Any:
+    """Say in one sentence what is wrong with a prompt: each kind of list would say why it is not
+    that kind."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError(f"must be {_KINDS_OF_PROMPTS}, got {value!r:.60}")
+    if not value:
+        raise ValueError("must not be an empty list")
+    kinds = [_KIND_OF_ITEM.get(type(item)) for item in value]
+    for index, (item, kind) in enumerate(zip(value, kinds, strict=True)):
+        if kind is None:
+            raise ValueError(f"must be {_KINDS_OF_PROMPTS}; item {index} is {item!r:.60}")
+        if kind != kinds[0]:
+            raise ValueError(
+                f"must hold items of one kind; item 0 is a {kinds[0]}, item {index} a {kind}: "
+                f"{item!r:.60}"
+            )
+        if kind == "list" and not (item and all(type(token) is int for token in item)):
+            raise ValueError(f"item {index} must be a list of token ids, got {item!r:.60}")
+    return value
+
+
+_KINDS_OF_PROMPTS = "a text, a list of texts, a list of token ids, or a list of such lists"
+_KIND_OF_ITEM = {str: "text", int: "token id", list: "list"}
 TokenIds = Annotated[list[int], Field(min_length=1)]
-PromptInput = (
+PromptInput = Annotated[
     str
     | Annotated[list[str], Field(min_length=1)]
     | TokenIds
-    | Annotated[list[TokenIds], Field(min_length=1)]
-)
+    | Annotated[list[TokenIds], Field(min_length=1)],
+    BeforeValidator(_of_one_kind),
+]
 MAX_STOP_STRINGS = 64
 
 

@@ -39,10 +39,12 @@ class PlanBuilder(RecurrentBuilder):
         scale: float = 1.0,
         width: int | None = None,
         rest_is_first: bool = False,
+        given_scale: float = 1.0,
     ) -> Buffer:
         """Token embedding, ``[num_tokens, width]``; None = hidden_size.
 
         ``rest_is_first``: the table may end before the vocabulary; ids behind it take row 0.
+        ``given_scale``: what rows of a prompt of embeddings are multiplied by.
         """
         weight = self._matrix(f"{name}.weight", width or self.hparams.hidden_size)
         if weight.shape[0] != self.hparams.vocab_size and not rest_is_first:
@@ -51,7 +53,7 @@ class PlanBuilder(RecurrentBuilder):
                 f"vocab_size is {self.hparams.vocab_size}"
             )
         out = self._buffer(weight.shape[1], Rows.TOKENS, name)
-        self._ops.append(ir.Embed(weight, out, scale, rest_is_first))
+        self._ops.append(ir.Embed(weight, out, scale, rest_is_first, given_scale))
         return out
 
     def input(self, width: int) -> Buffer:

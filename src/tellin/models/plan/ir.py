@@ -18,97 +18,55 @@ The module knows no kernels and no files: weights are `TensorRef`s, passed on un
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from tellin.loading.tensors import TensorRef
+from tellin.models.plan.operands import (
+    Buffer,
+    KVCacheLayer,
+    Op,
+    RotaryTable,
+    Rows,
+    StateLayer,
+)
+from tellin.models.plan.sequence_ops import Attention, GatedDelta, SelectiveScan, ShortConv
 
-
-class Rows(enum.Enum):
-    """What a buffer has one row for."""
-
-    TOKENS = "tokens"
-    LOGITS = "logits"
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A numbered activation buffer, float32 ``[num_rows, width]``."""
-
-    id: int
-    width: int
-    rows: Rows
-    name: str
-
-
-@dataclass(frozen=True)
-class RotaryTable:
-    """Rotary embedding of one kind of layer.
-
-    ``inv_freq`` holds rope_dim / 2 angular frequencies (radians per position), scaling applied;
-    ``attention_factor`` multiplies sine and cosine (1 for most models, yarn and longrope differ).
-    ``axes``: by frequency, which of a row's three `StepBatch.rope_positions` it turns by (time,
-    height, width); empty: all turn by its position.
-    """
-
-    inv_freq: tuple[float, ...]
-    attention_factor: float = 1.0
-    axes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class KVCacheLayer:
-    """Shape of one attention layer's cache."""
-
-    num_kv_heads: int
-    head_dim: int
-    sliding_window: int | None = None
-    value_dim: int | None = None
-    """Of values; None: as of keys."""
-
-    @property
-    def values_per_token(self) -> int:
-        """Numbers that the layer holds of a token."""
-        return self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
-
-
-@dataclass(frozen=True)
-class StateLayer:
-    """What one recurrence keeps of a request: ``num_values`` float32, however long it is."""
-
-    num_values: int
-
-
-@dataclass(frozen=True)
-class Op:
-    """Base of all operations.
-
-    Fields of type `Buffer` are operands: ``out`` is written, every other one is read; an operation
-    without ``out`` changes ``x`` in place (it reads and writes it).
-    """
-
-    @property
-    def reads(self) -> tuple[Buffer, ...]:
-        """Buffers whose previous contents the operation uses."""
-        return tuple(value for name, value in self._operands() if name != "out")
-
-    @property
-    def writes(self) -> tuple[Buffer, ...]:
-        """Buffers the operation fills."""
-        outs = tuple(value for name, value in self._operands() if name == "out")
-        return outs or tuple(value for name, value in self._operands() if name == "x")
-
-    @property
-    def weights(self) -> tuple[TensorRef, ...]:
-        """Weights the operation uses, in field order."""
-        return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), TensorRef))
-
-    def _operands(self) -> Iterator[tuple[str, Buffer]]:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Buffer):
-                yield field.name, value
+__all__ = [
+    "ActMul",
+    "Activation",
+    "Add",
+    "AddBias",
+    "AddPositionEmbedding",
+    "AddTokenTypeEmbedding",
+    "Attention",
+    "Buffer",
+    "Concat",
+    "Embed",
+    "Experts",
+    "GateRows",
+    "GatedDelta",
+    "GatedLinear",
+    "GatherRows",
+    "HeadLinear",
+    "Input",
+    "KVCacheLayer",
+    "LayerNorm",
+    "Linear",
+    "Lora",
+    "MultiLinear",
+    "Op",
+    "Plan",
+    "RmsNorm",
+    "Rope",
+    "RotaryTable",
+    "Rows",
+    "Scale",
+    "ScaleByWeight",
+    "SelectiveScan",
+    "ShortConv",
+    "Softcap",
+    "StateLayer",
+]
 
 
 @dataclass(frozen=True)
@@ -119,13 +77,16 @@ class Embed(Op):
 
     A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; of a
     wider one the first values count. A plan with tables of different widths takes no such rows.
-    After an `Input`, to which they belong then, every id is looked up.
+    After an `Input`, to which they belong then, every id is looked up. Rows of a prompt of
+    embeddings are given multiplied by ``given_scale``: 1 in models whose scale is part of their
+    input embeddings.
     """
 
     weight: TensorRef
     out: Buffer
     scale: float = 1.0
     rest_is_first: bool = False
+    given_scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -341,127 +302,6 @@ class Rope(Op):
     head_dim: int
     interleaved: bool
     offset: int = 0
-
-
-@dataclass(frozen=True)
-class Attention(Op):
-    """Write k and v of this step into the paged cache of ``layer``, then attend causally.
-
-    Without k and v it writes nothing: an operation before has filled the same ``layer``; q and out
-    may then have a row per row of logits.
-
-    ``q``, ``out`` ``[num_tokens, num_heads * head_dim]``; ``k``, ``v``
-    ``[num_tokens, num_kv_heads * head_dim]``; with ``value_dim``, at most head_dim, heads of ``v``
-    and ``out`` have that many values. A query at position p sees positions
-    ``(p - sliding_window, p]`` of its own request (all up to p without a window), and behind p as
-    far as `StepBatch.seen_ends` says. Query head h uses kv head
-    ``h // (num_heads / num_kv_heads)``. Scores are q.k * scale; with ``softcap`` c they become
-    c * tanh(score / c). ``causal=False``: every query sees the whole request, or with a window the
-    positions ``(p - sliding_window, p + sliding_window)`` of it; the request must be scheduled in
-    one step, the cache is neither written nor read, and ``layer`` is -1. ``sinks``
-    ``(num_heads,)``: one more score per head in the softmax's denominator, that of a position
-    without a value. Source of sinks: OpenAI 2025 (gpt-oss model card), section 2. ``windowed``, if
-    not causal: a query sees its part of the request, which `StepBatch.window_starts` cuts.
-    """
-
-    q: Buffer
-    k: Buffer | None
-    v: Buffer | None
-    out: Buffer
-    layer: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    sliding_window: int | None = None
-    softcap: float | None = None
-    causal: bool = True
-    sinks: TensorRef | None = None
-    value_dim: int | None = None
-    windowed: bool = False
-
-
-@dataclass(frozen=True)
-class ShortConv(Op):
-    """Causal convolution of each column with the request's own rows before.
-
-    ``out[t, c] = act(sum_j weight[c, j] * x[t - (kernel - 1) + j, c] + bias[c])``; rows before
-    position 0 are zeros. weight ``(width, kernel)`` or ``(width, 1, kernel)``, bias ``(width,)``;
-    act as in `Activation`, or None. State ``[kernel - 1, width]``: the last rows of x.
-    Source: Gulati et al. 2020 (Conformer), section 2.2; Gu & Dao 2023 (Mamba), section 3.4.
-    """
-
-    x: Buffer
-    weight: TensorRef
-    bias: TensorRef | None
-    out: Buffer
-    state: int
-    act: str | None = None
-
-    @property
-    def kernel(self) -> int:
-        """Rows that a result is made of."""
-        return self.weight.shape[-1]
-
-
-@dataclass(frozen=True)
-class GatedDelta(Op):
-    """The gated delta rule, for each value head a matrix S ``[head_k_dim, head_v_dim]`` as state.
-
-    With q' and k' a head of ``q`` and ``k`` over their length, each ``x / sqrt(|x|^2 + 1e-6)``:
-    ``S <- exp(A softplus(a + dt_bias)) S``, then ``S <- S + sigmoid(b) k' (v - S^T k')^T`` and
-    ``out = S^T q' / sqrt(head_k_dim)``. ``q``, ``k`` ``[num_tokens, num_k_heads * head_k_dim]``,
-    ``v``, ``out`` ``[num_tokens, num_v_heads * head_v_dim]``; ``a`` and ``b`` have a value for each
-    value head. Value head h uses key head ``h // (num_v_heads / num_k_heads)``, with ``tiled`` head
-    ``h % num_k_heads``. ``decay`` and ``dt_bias`` hold num_v_heads values; A is ``-exp(decay)`` or,
-    unless ``log_decay``, decay itself. Source: Yang et al. 2024 (Gated Delta Networks), eq. 10.
-    """
-
-    q: Buffer
-    k: Buffer
-    v: Buffer
-    a: Buffer
-    b: Buffer
-    decay: TensorRef
-    dt_bias: TensorRef
-    out: Buffer
-    state: int
-    num_k_heads: int
-    num_v_heads: int
-    head_k_dim: int
-    head_v_dim: int
-    log_decay: bool = True
-    tiled: bool = False
-
-
-@dataclass(frozen=True)
-class SelectiveScan(Op):
-    """Mamba 2's recurrence, for each head a matrix h ``[head_dim, state_dim]`` as state.
-
-    With d the row's dt + dt_bias of the head, ``d <- min(max(softplus(d), dt_min), dt_max)``:
-    ``h <- exp(A d) h + d x b^T`` and ``out = h c + D x``. ``x``, ``out``
-    ``[num_tokens, num_heads * head_dim]``; ``b``, ``c`` ``[num_tokens, num_groups * state_dim]``,
-    of which head h uses group ``h // (num_heads / num_groups)``; ``dt`` has a value for each head,
-    as ``decay``, ``skip`` (D) and ``dt_bias`` have; A is ``-exp(decay)`` or, unless ``log_decay``,
-    decay itself. Source: Dao & Gu 2024 (Mamba-2), eq. 16 and section 7.
-    """
-
-    x: Buffer
-    b: Buffer
-    c: Buffer
-    dt: Buffer
-    decay: TensorRef
-    skip: TensorRef
-    dt_bias: TensorRef
-    out: Buffer
-    state: int
-    num_heads: int
-    head_dim: int
-    state_dim: int
-    num_groups: int
-    log_decay: bool = True
-    dt_min: float = 0.0
-    dt_max: float = float("inf")
 
 
 @dataclass(frozen=True)
