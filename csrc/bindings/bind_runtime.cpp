@@ -180,7 +180,8 @@ class BoundProgram {
                const std::optional<Ints>& adapter_slots, const std::optional<Floats>& embeds,
                const std::optional<Ints>& embed_rows, const std::optional<Ints>& token_types,
                const std::optional<Ints>& state_slots, const std::optional<Table>& state_saves,
-               const std::optional<Table>& rope_positions, const std::optional<Ints>& seen_ends) {
+               const std::optional<Table>& rope_positions, const std::optional<Ints>& seen_ends,
+               const std::optional<Ints>& window_starts) {
     StepInput input;
     input.token_ids = token_ids.data();
     input.positions = positions.data();
@@ -241,6 +242,11 @@ class BoundProgram {
       input.state_saves = state_saves->data();
       input.num_saves = static_cast<int64_t>(state_saves->shape(0));
       if (state_saves->shape(1) != 3) throw std::invalid_argument("state_saves must have 3 columns");
+    }
+    if (window_starts.has_value()) {
+      if (window_starts->shape(0) < 1) throw std::invalid_argument("window_starts must not be empty");
+      input.window_starts = window_starts->data();
+      input.num_windows = static_cast<int64_t>(window_starts->shape(0)) - 1;
     }
     if (block_table.shape(0) != seq_lens.shape(0)) {
       throw std::invalid_argument("block_table must have one row per request");
@@ -413,12 +419,13 @@ void bind_runtime(nb::module_& m) {
           "attention",
           [](BoundProgram& p, int q, int k, int v, int out, int layer, int64_t num_heads,
              int64_t num_kv_heads, int64_t head_dim, float scale, int64_t window, float softcap, bool causal,
-             int sinks, int64_t value_dim) {
+             int sinks, int64_t value_dim, bool windowed) {
             p.program.attention(q, k, v, out, layer, num_heads, num_kv_heads, head_dim,
-                                value_dim > 0 ? value_dim : head_dim, scale, window, softcap, causal, sinks);
+                                value_dim > 0 ? value_dim : head_dim, scale, window, softcap, causal, sinks,
+                                windowed);
           },
           "q"_a, "k"_a, "v"_a, "out"_a, "layer"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "scale"_a,
-          "window"_a, "softcap"_a, "causal"_a, "sinks"_a = -1, "value_dim"_a = 0)
+          "window"_a, "softcap"_a, "causal"_a, "sinks"_a = -1, "value_dim"_a = 0, "windowed"_a = false)
       .def(
           "add_state_layer",
           [](BoundProgram& p, int64_t num_values) { return p.program.add_state_layer(num_values); },
@@ -466,6 +473,9 @@ void bind_runtime(nb::module_& m) {
           "out"_a)
       .def(
           "add_bias", [](BoundProgram& p, int x, int bias) { p.program.add_bias(x, bias); }, "x"_a, "bias"_a)
+      .def(
+          "add_given", [](BoundProgram& p, int x, int64_t start) { p.program.add_given(x, start); }, "x"_a,
+          "start"_a)
       .def("add_position", &BoundProgram::add_position, "x"_a, "quant_type"_a, "data"_a, "rows"_a,
            "columns"_a)
       .def("add_token_type", &BoundProgram::add_token_type, "x"_a, "quant_type"_a, "data"_a, "rows"_a,
@@ -536,7 +546,7 @@ void bind_runtime(nb::module_& m) {
            "embeds"_a.noconvert() = nb::none(), "embed_rows"_a.noconvert() = nb::none(),
            "token_types"_a.noconvert() = nb::none(), "state_slots"_a.noconvert() = nb::none(),
            "state_saves"_a.noconvert() = nb::none(), "rope_positions"_a.noconvert() = nb::none(),
-           "seen_ends"_a.noconvert() = nb::none())
+           "seen_ends"_a.noconvert() = nb::none(), "window_starts"_a.noconvert() = nb::none())
       .def("hidden", &BoundProgram::hidden)
       .def("block_maxima", &BoundProgram::block_maxima)
       .def("set_profile", &BoundProgram::set_profile, "enabled"_a)

@@ -46,7 +46,7 @@ int64_t AttentionShape::tile_tokens() const {
 bool AttentionShape::operator==(const AttentionShape& other) const {
   return num_heads == other.num_heads && num_kv_heads == other.num_kv_heads && head_dim == other.head_dim &&
          value_dim == other.value_dim && sharing == other.sharing && window == other.window &&
-         causal == other.causal && rows == other.rows;
+         causal == other.causal && windowed == other.windowed && rows == other.rows;
 }
 
 // ---- work list

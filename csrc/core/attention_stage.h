@@ -24,6 +24,7 @@ struct AttentionShape {
   int64_t sharing = 1;
   int64_t window = 0;  // 0 = none
   bool causal = true;
+  bool windowed = false;            // not causal: a window of the step is seen, not its request
   RowKind rows = RowKind::kTokens;  // of queries
 
   int64_t group() const { return num_heads / num_kv_heads; }

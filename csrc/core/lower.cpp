@@ -273,6 +273,16 @@ void Program::add_bias(int x, int bias) {
   state_->append(op, *op.x);
 }
 
+void Program::add_given(int x, int64_t start) {
+  RowOp op = make(RowOp::Kind::kAddGiven);
+  op.x = &state_->buffer(x);
+  require_tokens(*op.x);
+  require(start >= 0, "add_given: start must not be negative");
+  op.start = start;
+  state_->given_width = std::max(state_->given_width, start + op.x->width);
+  state_->append(op, *op.x);
+}
+
 void Program::add_position(int x, const TensorView& table) {
   add_table(x, table, /*by_token_type=*/false);
   const int64_t known = state_->num_positions;
@@ -458,7 +468,7 @@ void Program::add_linear(Buffer& input, std::vector<LinearPart> parts) {
 
 void Program::attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
                         int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap,
-                        bool causal, int sinks) {
+                        bool causal, int sinks, bool windowed) {
   require(!state_->finalized, "the program is final");
   Buffer& query = state_->buffer(q);
   Buffer* const key = k < 0 ? nullptr : &state_->buffer(k);
@@ -483,6 +493,7 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
   require(&target != key && &target != value && (&target != &query || causal),
           "attention: the output must be a buffer of its own");
   require(window >= 0 && softcap >= 0.0f, "attention: window and softcap must not be negative");
+  require(!windowed || !causal, "attention: within windows it must not be causal");
   AttentionShape shape;
   const int64_t group = num_heads / num_kv_heads;
   if (group > kGroupHeads && group % kGroupHeads == 0) shape.sharing = group / kGroupHeads;
@@ -492,6 +503,8 @@ void Program::attention(int q, int k, int v, int out, int layer, int64_t num_hea
   shape.value_dim = value_dim;
   shape.window = window;
   shape.causal = causal;
+  shape.windowed = windowed;
+  state_->has_windows |= windowed;
   shape.rows = query.rows;
   state_->attends_logit_rows |= query.rows == RowKind::kLogits;
   if (causal) {

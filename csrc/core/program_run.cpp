@@ -64,6 +64,7 @@ void Program::check_step(const StepInput& in) const {
     require(weight->packed_rows == weight->packed.n, "not all weights are packed");
   check_adapters(in);
   check_embeds(in);
+  check_windows(in);
   require(in.num_requests >= 0 && in.num_tokens >= 0 && in.query_start_loc[0] == 0 &&
               in.query_start_loc[in.num_requests] == in.num_tokens,
           "query_start_loc must go from 0 to the number of tokens");
@@ -131,13 +132,27 @@ void Program::check_embeds(const StepInput& in) const {
           "embeds has " + std::to_string(in.num_embeds) +
               " rows; the plan needs one for each of the step's " + std::to_string(in.num_tokens));
   if (in.num_embeds == 0) return;
-  require(in.embed_width == state.embed_width,
-          "embeds has rows of " + std::to_string(in.embed_width) + " values; the plan takes " +
-              (state.embed_width > 0 ? std::to_string(state.embed_width) : std::string("none")));
+  const int64_t width = state.width_of_given();
+  require(in.embed_width == width, "embeds has rows of " + std::to_string(in.embed_width) +
+                                       " values; the plan takes " +
+                                       (width > 0 ? std::to_string(width) : std::string("none")));
   for (int64_t i = 0; i < in.num_embeds; ++i) {
     require(in.embed_rows[i] > (i == 0 ? -1 : in.embed_rows[i - 1]) && in.embed_rows[i] < in.num_tokens,
             row_text("embed_rows", i, in.embed_rows[i]) + "; rows must ascend and be less than " +
                 std::to_string(in.num_tokens));
+  }
+}
+
+void Program::check_windows(const StepInput& in) const {
+  if (!state_->has_windows) return;
+  require(in.window_starts != nullptr && in.window_starts[0] == 0 &&
+              in.window_starts[in.num_windows] == in.num_tokens,
+          "window_starts must go from 0 to the number of tokens: the plan has windowed attention");
+  const int32_t* const end = in.window_starts + in.num_windows + 1;
+  require(std::is_sorted(in.window_starts, end), "window_starts must not decrease");
+  for (int64_t r = 0; r < in.num_requests; ++r) {
+    require(std::binary_search(in.window_starts, end, in.query_start_loc[r]),
+            "window_starts must have the start of request " + std::to_string(r));
   }
 }
 
@@ -220,6 +235,7 @@ class Program::Run final : public ThreadTeam::Job {
     pass.num_tokens = pass.num_logits = 0;
     pass.requests.clear();
     pass.logit_requests.clear();
+    pass.windows.clear();
     pass.gathers.clear();
     return pass;
   }
@@ -250,7 +266,20 @@ class Program::Run final : public ThreadTeam::Job {
     }
     pass->num_logits = input_.num_logits;
     if (state_.attends_logit_rows) find_logit_requests(*pass);
+    if (state_.has_windows) find_windows();
     fill_passes();
+  }
+
+  // A request is in one pass, and its windows with it.
+  void find_windows() {
+    size_t p = 0;
+    for (int64_t w = 0; w < input_.num_windows; ++w) {
+      const int64_t begin = input_.window_starts[w], end = input_.window_starts[w + 1];
+      if (begin == end) continue;
+      while (begin >= state_.passes[p]->first_row + state_.passes[p]->num_tokens) ++p;
+      Pass& pass = *state_.passes[p];
+      pass.windows.push_back({begin - pass.first_row, end - pass.first_row, 0, nullptr, nullptr});
+    }
   }
 
   // How many rows of a request from `at` on a pass takes, of at most `count`: what they see must be computed
@@ -310,6 +339,7 @@ class Program::Run final : public ThreadTeam::Job {
     for (size_t p = 0; p < num_passes_; ++p) {
       Pass& pass = *state_.passes[p];
       pass.embeds = input_.embeds;
+      pass.embed_width = input_.embed_width;
       pass.embed_index = input_.num_embeds > 0 ? state_.embed_index.data() + pass.first_row : nullptr;
       pass.token_ids = input_.token_ids + pass.first_row;
       pass.positions = input_.positions + pass.first_row;
@@ -320,7 +350,8 @@ class Program::Run final : public ThreadTeam::Job {
       pass.slots = state_.slots.data() + (state_.slots.empty() ? 0 : pass.first_row);
       pass.logit_positions = state_.logit_positions.data();
       for (const auto& schedule : pass.schedules) {
-        schedule->build(pass.requests_of(schedule->shape().rows));
+        const AttentionShape& shape = schedule->shape();
+        schedule->build(shape.windowed ? pass.windows : pass.requests_of(shape.rows));
       }
     }
     size_t p = 0;

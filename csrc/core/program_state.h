@@ -1,5 +1,6 @@
 // What a Program is made of, shared by its builder (program.cpp) and its runner (program_run.cpp).
 #pragma once
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -28,10 +29,12 @@ struct Program::State {
   bool has_causal_attention = false;
   bool attends_logit_rows = false;
   bool has_full_attention = false;    // encoder: a request must be in one pass
+  bool has_windows = false;           // some of its attention is within windows
   bool logits_before_gather = false;  // a gather follows work on logit rows: stages cannot be reordered
   int64_t vocab_size = 0;
   int64_t num_embeddings = 0;   // least number of rows of any embedding table
   int64_t embed_width = 0;      // of all embeddings and inputs; -1 = they differ
+  int64_t given_width = 0;      // of rows that are given: at least this, for what is added later
   bool needs_embeds = false;    // every row must be given
   int64_t num_positions = -1;   // least number of rows of any position table
   int64_t num_token_types = 0;  // likewise of token type tables; 0 = the plan has none
@@ -100,6 +103,8 @@ struct Program::State {
   void wrote(const Buffer& buffer);
   // Notes that rows of this width can be given.
   void takes_embeds(int64_t width);
+  // Values of a row that is given; -1 = none can be.
+  int64_t width_of_given() const { return embed_width > 0 ? std::max(embed_width, given_width) : -1; }
   size_t shape_index(const AttentionShape& shape);
   ExpertsState* experts_state(const ExpertsShape& shape, int num_threads);
 };

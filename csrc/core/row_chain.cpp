@@ -40,6 +40,8 @@ const char* name(RowOp::Kind kind) {
       return "concat";
     case RowOp::Kind::kAddBias:
       return "add_bias";
+    case RowOp::Kind::kAddGiven:
+      return "add_given";
     case RowOp::Kind::kAddTable:
       return "add_table";
     case RowOp::Kind::kScale:
@@ -178,6 +180,8 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
     }
     case RowOp::Kind::kAddBias:
       return k.add(op.x->row(row), op.bias, op.x->width, op.x->row(row));
+    case RowOp::Kind::kAddGiven:
+      return add_given(op, row);
     case RowOp::Kind::kAddTable: {
       float* scratch = op.y->row(row);
       int32_t entry = pass_->positions[row];
@@ -218,8 +222,14 @@ void RowChain::run_op(const RowOp& op, int64_t row) const {
 }
 
 void RowChain::copy_given(const RowOp& op, int64_t row) const {
-  const float* given = pass_->embeds + pass_->embed_index[row] * op.out->width;
+  const float* given = pass_->embeds + pass_->embed_index[row] * pass_->embed_width;
   std::memcpy(op.out->row(row), given, static_cast<size_t>(op.out->width) * sizeof(float));
+}
+
+void RowChain::add_given(const RowOp& op, int64_t row) const {
+  if (pass_->embed_index == nullptr || pass_->embed_index[row] < 0) return;
+  const float* given = pass_->embeds + pass_->embed_index[row] * pass_->embed_width + op.start;
+  kernels_.vector->add(op.x->row(row), given, op.x->width, op.x->row(row));
 }
 
 void RowChain::store_kv(const RowOp& op, int64_t row) const {

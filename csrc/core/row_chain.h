@@ -26,6 +26,7 @@ struct RowOp {
     kAdd,             // out = x + y
     kConcat,          // out = x, then y
     kAddBias,         // x += bias
+    kAddGiven,        // x += the row that is given, if one is, its columns from `start` on
     kAddTable,        // x += table[position], or of the token's type
     kScale,           // x *= factor
     kScaleColumns,    // x *= weight
@@ -50,7 +51,7 @@ struct RowOp {
   int64_t offset = 0;       // kRope: the first dimension of a head that is rotated
   int64_t count = 0;        // groups or heads
   int64_t weight_step = 0;  // kRmsNorm: from one group's weights to the next's; 0: they share them
-  int64_t start = 0;        // kActMul, kAddScaled
+  int64_t start = 0;        // kActMul, kAddScaled, kAddGiven
   float bound = 0.0f;       // kAddScaled
   XieluNumbers xielu{};
   Activation act = Activation::kSilu;
@@ -84,6 +85,7 @@ class RowChain final : public Stage {
  private:
   void run_op(const RowOp& op, int64_t row) const;
   void copy_given(const RowOp& op, int64_t row) const;
+  void add_given(const RowOp& op, int64_t row) const;
   void store_kv(const RowOp& op, int64_t row) const;
 
   const KernelTables kernels_;

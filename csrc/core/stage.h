@@ -93,9 +93,11 @@ struct Pass {
   const int32_t* logits_indices = nullptr;  // of the step: the row of each row of logits
   const int64_t* slots = nullptr;           // KV slot of each row
   const float* embeds = nullptr;            // of the step: rows that are given
+  int64_t embed_width = 0;                  // values of each
   const int32_t* embed_index = nullptr;     // which of them each row is, -1 = none; nullptr: no row is given
   std::vector<RequestRows> requests;
   std::vector<RequestRows> logit_requests;  // rows of logits, likewise
+  std::vector<RequestRows> windows;         // parts of requests that windowed attention sees
   std::vector<Gather> gathers;
   std::vector<std::unique_ptr<AttentionSchedule>> schedules;  // by attention shape
   std::vector<LoraRows> lora_rows[2];                         // by kind of rows: those with an adapter

@@ -106,6 +106,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     the key of its encoder output. ``data`` is what the encoder takes (of an image: pixels,
     ``[num_tiles, num_patches, patch_dim]`` u8), or None when the receiver already caches it under
     ``mm_hash``. ``grid``: rows and columns that its embedding rows count their positions by.
+    ``shapes``: of each tile's rows, where tiles have shapes of their own.
     """
 
     modality: str
@@ -116,6 +117,7 @@ class MultiModalFeature(msgspec.Struct, array_like=True):
     mm_hash: str | None = None
     embed_runs: list[tuple[int, int]] | None = None
     grid: tuple[int, int] | None = None
+    shapes: list[tuple[int, int]] | None = None
 
     @property
     def num_embeds(self) -> int:

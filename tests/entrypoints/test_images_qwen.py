@@ -246,7 +246,7 @@ def test_like_transformers(qwen: Path, kind: Any) -> None:
     np.testing.assert_allclose(frames[:, :, 0], ours, rtol=0, atol=1e-6)
     ids = tokenizer.encode(f"A{images[0].prompt}and{images[1].prompt}? Yes, it is")
     encoder = encoder_of(qwen, kind, processor.pixel_table)
-    rows = np.concatenate([encoder.encode(image.values, image.grid) for image in images])
+    rows = np.concatenate([encoder.encode(image.values, image.shapes) for image in images])
     positions = rope_positions(features_of(ids, images), 0, len(ids))
     model = AutoModelForImageTextToText.from_pretrained(
         qwen, dtype=torch.float32, attn_implementation="eager"

@@ -206,10 +206,26 @@ def test_text_models_in_gguf_files_of_models_that_see(
     tmp_path: Path, architecture: str, text: str
 ) -> None:
     sections = {"rope.dimension_sections": np.array([1, 2, 1, 0], np.int32)}
+    is_third = architecture == "qwen3vl"
+    if is_third:
+        sections["n_deepstack_layers"] = 2
     tensors = gguf_tensors(text)
     path = write_gguf(tmp_path / "m.gguf", gguf_metadata(architecture, **sections), tensors)
     with open_model(path) as source:
-        assert source.hparams == replace(gguf(text), norm_eps=source.hparams.norm_eps)
+        assert source.hparams == replace(
+            gguf(text),
+            norm_eps=source.hparams.norm_eps,
+            mrope_section=(1, 2, 1),
+            mrope_in_blocks=not is_third,
+            deepstack_layers=2 if is_third else 0,
+        )
+
+
+def test_sections_of_four_axes(tmp_path: Path) -> None:
+    keys = {"rope.dimension_sections": np.array([1, 1, 1, 1], np.int32)}
+    path = write_gguf(tmp_path / "m.gguf", gguf_metadata("qwen2vl", **keys), gguf_tensors("qwen2"))
+    with pytest.raises(UnsupportedModelError, match=r"dimension_sections is \(1, 1, 1, 1\)"):
+        open_model(path)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"])
@@ -242,13 +258,15 @@ def test_hf_llama() -> None:
     ("model_type", "text"), [("qwen2_vl", "qwen2"), ("qwen2_5_vl", "qwen2"), ("qwen3_vl", "qwen3")]
 )
 def test_text_models_of_models_that_see(model_type: str, text: str) -> None:
-    """Nested as they are now, and flat as they were; for text there is one position, not three."""
+    """Nested as they are now, and flat as they were."""
     rope = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]}, "rope_theta": 5000.0}
-    expected = hf(text, rope_theta=5000.0)
+    seeing = {"mrope_section": (1, 2, 1), "mrope_in_blocks": text == "qwen2"}
+    expected = replace(hf(text, rope_theta=5000.0), **seeing)
     nested = {**config(f"{model_type}_text"), **rope}
-    values = {"model_type": model_type, "text_config": nested, "vision_config": {}}
+    vision = {"deepstack_visual_indexes": []}
+    values = {"model_type": model_type, "text_config": nested, "vision_config": vision}
     assert hparams_from_config(TypedMapping(PATH, values)) == expected
-    assert hf(model_type, vision_config={}, **rope) == expected
+    assert hf(model_type, vision_config=vision, **rope) == expected
     values["text_config"] = config("llama")
     with pytest.raises(UnsupportedModelError, match="with a text model 'llama'"):
         hparams_from_config(TypedMapping(PATH, values))

@@ -232,18 +232,23 @@ _LAYER = {
 
 
 def write_tiny_gguf(
-    path: Path, name: str, quant_type: gguf.GGMLQuantizationType | None = None
+    path: Path,
+    name: str,
+    quant_type: gguf.GGMLQuantizationType | None = None,
+    vocab: int = VOCAB,
+    keys: dict[str, Any] | None = None,
 ) -> Path:
     """Case ``name`` as a GGUF file; its matrices quantised, if a type is given.
 
-    ``qwen3next_some_dense`` has its in-projections mixed, as the first files did.
+    ``keys`` are metadata in the place of what it has. ``qwen3next_some_dense`` has its
+    in-projections mixed, as the first files did.
     """
-    named = gguf_tensors(name, checkpoint_arrays(name))
+    named = gguf_tensors(name, checkpoint_arrays(name, vocab))
     extra = f"blk.{LAYERS}.nextn.eh_proj.weight"
     named[extra] = np.ones((HIDDEN, 2 * HIDDEN), np.float32)
     if quant_type is not None:
         quantise(named, quant_type)
-    return write_gguf(path, gguf_metadata(name), named)
+    return write_gguf(path, gguf_metadata(name) | (keys or {}), named)
 
 
 def quantise(named: dict[str, Any], quant_type: gguf.GGMLQuantizationType) -> None:

@@ -19,33 +19,11 @@ def write_qwen(folder: Path, case: str = "qwen35", extra: gated_delta.Arrays | N
 
     ``extra``: weights beside these.
     """
-    random = np.random.RandomState(5)
-    shapes: dict[str, tuple[int, ...]] = {
-        "patch_embed.proj.weight": (WIDTH, 3, 2, PATCH, PATCH),
-        "patch_embed.proj.bias": (WIDTH,),
-        "pos_embed.weight": (SIDE**2, WIDTH),
-    }
-    linears = {"attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH)}
-    linears |= {"mlp.linear_fc1": (INNER, WIDTH), "mlp.linear_fc2": (WIDTH, INNER)}
-    named = {f"blocks.{i}.{name}": shape for i in range(DEPTH) for name, shape in linears.items()}
-    named["merger.linear_fc1"] = (4 * WIDTH, 4 * WIDTH)
-    named["merger.linear_fc2"] = (gated_delta.HIDDEN, 4 * WIDTH)
-    norms = [f"blocks.{i}.norm{n}" for i in range(DEPTH) for n in (1, 2)] + ["merger.norm"]
-    for name, shape in named.items():
-        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
-    for name in norms:
-        shapes |= {f"{name}.weight": (WIDTH,), f"{name}.bias": (WIDTH,)}
     arrays = {
         name.replace("model.", "model.language_model.", 1): values
         for name, values in gated_delta.checkpoint_arrays(case, vision.VOCAB).items()
     }
-    for name, shape in shapes.items():
-        values = random.standard_normal(shape)
-        if len(shape) > 1 and "pos_embed" not in name:
-            values *= 1.3 / np.sqrt(np.prod(shape[1:]))
-        elif len(shape) == 1:
-            values = 0.2 * values + (1 if "norm" in name and name.endswith("weight") else 0)
-        arrays[f"model.visual.{name}"] = values.astype(np.float32)
+    arrays |= {f"model.visual.{name}": values for name, values in tower_arrays().items()}
     config = {
         "model_type": gated_delta.CASES[case].removesuffix("_text"),
         "image_token_id": IMAGE_TOKEN_ID,
@@ -78,3 +56,32 @@ def write_qwen(folder: Path, case: str = "qwen35", extra: gated_delta.Arrays | N
     for name, content in (("config.json", config), ("preprocessor_config.json", processor)):
         (folder / name).write_text(json.dumps(content))
     return folder
+
+
+def tower_arrays() -> dict[str, np.ndarray]:
+    """Float32 weights of the image encoder."""
+    random = np.random.RandomState(5)
+    shapes: dict[str, tuple[int, ...]] = {
+        "patch_embed.proj.weight": (WIDTH, 3, 2, PATCH, PATCH),
+        "patch_embed.proj.bias": (WIDTH,),
+        "pos_embed.weight": (SIDE**2, WIDTH),
+    }
+    linears = {"attn.qkv": (3 * WIDTH, WIDTH), "attn.proj": (WIDTH, WIDTH)}
+    linears |= {"mlp.linear_fc1": (INNER, WIDTH), "mlp.linear_fc2": (WIDTH, INNER)}
+    named = {f"blocks.{i}.{name}": shape for i in range(DEPTH) for name, shape in linears.items()}
+    named["merger.linear_fc1"] = (4 * WIDTH, 4 * WIDTH)
+    named["merger.linear_fc2"] = (gated_delta.HIDDEN, 4 * WIDTH)
+    norms = [f"blocks.{i}.norm{n}" for i in range(DEPTH) for n in (1, 2)] + ["merger.norm"]
+    for name, shape in named.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    for name in norms:
+        shapes |= {f"{name}.weight": (WIDTH,), f"{name}.bias": (WIDTH,)}
+    arrays = {}
+    for name, shape in shapes.items():
+        values = random.standard_normal(shape)
+        if len(shape) > 1 and "pos_embed" not in name:
+            values *= 1.3 / np.sqrt(np.prod(shape[1:]))
+        elif len(shape) == 1:
+            values = 0.2 * values + (1 if "norm" in name and name.endswith("weight") else 0)
+        arrays[name] = values.astype(np.float32)
+    return arrays

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import openai
 import pytest
 from PIL import Image
 
+from tests.models.qwen_vl import write_qwen_vl
 from tests.models.vision import write_smolvlm
 from tests.openai.conftest import Server, run_server
 
@@ -118,3 +120,19 @@ def test_a_text_model_refuses_images(server: Server) -> None:
     reply = server.http.post("/v1/chat/completions", json=body)
     assert reply.status_code == 400
     assert "no image encoder" in reply.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_model_of_any_shapes(tmp_path: Path) -> None:
+    """Pictures of Qwen3-VL in a conversation; films are the client's fault."""
+    model = write_qwen_vl(tmp_path / "qwen", "qwen3_vl")
+    arguments = ("--served-model-name", "tiny", "--max-model-len", "256")
+    with run_server(model, *arguments) as running, running.client() as client:
+        first = answer(client, url_of(1), "and", url_of(2), "?")
+        assert answer(client, url_of(1), "and", url_of(2), "?") == first
+        assert answer(client, url_of(2), "and", url_of(1), "?")[0] != first[0]
+        film = {"type": "video_url", "video_url": {"url": url_of(1)}}
+        body = {"model": "tiny", "messages": [{"role": "user", "content": [film]}]}
+        reply = running.http.post("/v1/chat/completions", json=body)
+        assert reply.status_code == 400
+        assert "video" in reply.json()["error"]["message"]

@@ -40,8 +40,9 @@ struct StepInput {
   const int32_t* logits_indices = nullptr;  // [num_logits]
   int64_t num_logits = 0;
   const int32_t* adapter_slots = nullptr;  // [num_requests], -1 = no adapter; nullptr = no request has one
-  const float* embeds = nullptr;           // [num_embeds, embed_width], given instead of looked up
-  const int32_t* embed_rows = nullptr;     // [num_embeds], ascending
+  // [num_embeds, embed_width], given instead of looked up; what is wider than an embedding is added later
+  const float* embeds = nullptr;
+  const int32_t* embed_rows = nullptr;  // [num_embeds], ascending
   int64_t num_embeds = 0;
   int64_t embed_width = 0;
   const int32_t* token_types = nullptr;  // [num_tokens]; nullptr = all 0
@@ -50,6 +51,8 @@ struct StepInput {
   // [num_tokens], in causal attention: behind the last position that each row sees, which the step computes
   // or an earlier one has; nullptr = its own
   const int32_t* seen_ends = nullptr;
+  const int32_t* window_starts = nullptr;  // [num_windows + 1], as query_start_loc; for windowed attention
+  int64_t num_windows = 0;
   const int32_t* state_slots = nullptr;  // [num_requests]; needed if the plan has recurrences
   const int32_t* state_saves = nullptr;  // [num_saves, 3]: request, number of tokens, slot
   int64_t num_saves = 0;
@@ -170,9 +173,10 @@ class Program {
   void rope(int x, int rotary, int64_t num_heads, int64_t head_dim, bool interleaved, int64_t offset);
   // Without k and v (-1) the layer's cache is read as an earlier attention has filled it.
   // sinks: vector id of num_heads scores that take part in the softmax without a value, -1 = none.
+  // windowed, if not causal: a query sees the window of the step that it is in, not its request.
   void attention(int q, int k, int v, int out, int layer, int64_t num_heads, int64_t num_kv_heads,
                  int64_t head_dim, int64_t value_dim, float scale, int64_t window, float softcap, bool causal,
-                 int sinks);
+                 int sinks, bool windowed);
   // Recurrences, see models/plan/ir.py; `layer` is a state layer. weight: vector id, [width, kernel]; act:
   // nullptr = none.
   void short_conv(int x, int weight, int bias, int out, int layer, int64_t kernel, const Activation* act);
@@ -187,6 +191,8 @@ class Program {
   void add(int x, int y, int out);
   void concat(int x, int y, int out);
   void add_bias(int x, int bias);
+  // Of rows that are given: columns from start on of what is given.
+  void add_given(int x, int64_t start);
   void add_position(int x, const TensorView& table);
   void add_token_type(int x, const TensorView& table);
   void gather_rows(int x, int out);
@@ -268,6 +274,7 @@ class Program {
   void check_adapters(const StepInput& input) const;
   void check_embeds(const StepInput& input) const;
   void check_seen_ends(const StepInput& input) const;
+  void check_windows(const StepInput& input) const;
   void find_lora_rows(const StepInput& input, size_t num_passes);
   void check_state_layer(int layer, int64_t num_values) const;
   void add_recurrence(std::initializer_list<Buffer*> operands, Buffer& out, std::unique_ptr<Stage> stage);

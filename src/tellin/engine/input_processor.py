@@ -279,9 +279,15 @@ class InputProcessor:
         for modality, items in mm_items.items():
             none: list[None] = [None] * len(items["data"])
             runs = items.get("embed_runs") or none
-            grids = items.get("grids") or none
-            for data, item_hash, (offset, length), embed_runs, grid in zip(
-                items["data"], items["hashes"], items["placeholders"], runs, grids, strict=True
+            grids, shapes = items.get("grids") or none, items.get("shapes") or none
+            for data, item_hash, (offset, length), *rest in zip(
+                items["data"],
+                items["hashes"],
+                items["placeholders"],
+                runs,
+                grids,
+                shapes,
+                strict=True,
             ):
                 if not isinstance(item_hash, str):
                     raise InvalidTypeError(
@@ -291,7 +297,7 @@ class InputProcessor:
                         value=item_hash,
                     )
                 feature = MultiModalFeature(
-                    modality, item_hash, offset, length, data, item_hash, embed_runs, grid
+                    modality, item_hash, offset, length, data, item_hash, *rest
                 )
                 self._check_size(feature)
                 features.append(feature)

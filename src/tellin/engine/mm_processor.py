@@ -238,7 +238,9 @@ class MultiModalProcessor:
                 "not be truncated",
                 parameter="prompt",
             )
-        items = MultiModalItems(data=[], hashes=[], placeholders=[], embed_runs=[], grids=[])
+        items = MultiModalItems(
+            data=[], hashes=[], placeholders=[], embed_runs=[], grids=[], shapes=[]
+        )
         start = 0
         for image in images:
             own = places[start : start + image.image.num_embeds]
@@ -248,6 +250,7 @@ class MultiModalProcessor:
             items["placeholders"].append((own[0], own[-1] + 1 - own[0]))
             items["embed_runs"].append(_runs(own))
             items["grids"].append(image.image.grid)
+            items["shapes"].append(image.image.shapes)
             self._check_runs(items["embed_runs"][-1], image.image)
         return {"image": items}
 

@@ -73,6 +73,8 @@ class MultiModalItems(TypedDict):
     """Of each item: which positions of its span take rows (`tellin.protocol.MultiModalFeature`)."""
     grids: NotRequired[list[tuple[int, int] | None]]
     """Of each item: rows and columns of its rows, where positions count by them."""
+    shapes: NotRequired[list[list[tuple[int, int]] | None]]
+    """Of each item: those of each of its tiles, where tiles have shapes of their own."""
 
 
 class RenderedPrompt(TypedDict, total=False):

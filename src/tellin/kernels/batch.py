@@ -31,7 +31,8 @@ class StepBatch:
     adapter_slots: npt.NDArray[np.int32] | None = None
     """``[R]`` slot of each request's LoRA adapter, -1 = none; None = no request has one."""
     embeds: npt.NDArray[np.float32] | None = None
-    """``[E, width]`` float32: rows that are given instead of looked up."""
+    """``[E, Plan.given_width]``: rows that are given instead of looked up; of wider ones the
+    first values, and the rest is added later."""
     embed_rows: npt.NDArray[np.int32] | None = None
     """``[E]`` the step's rows that ``embeds`` stands for, ascending."""
     token_types: npt.NDArray[np.int32] | None = None
@@ -51,3 +52,6 @@ class StepBatch:
     seen_ends: npt.NDArray[np.int32] | None = None
     """``[T]`` in causal attention: behind the last position that each row sees, at most the
     request's in ``seq_lens``; None = each row sees none behind its own."""
+    window_starts: npt.NDArray[np.int32] | None = None
+    """``[W + 1]`` parts of requests that windowed attention sees, as ``query_start_loc``; a request
+    begins with one."""

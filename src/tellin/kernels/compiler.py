@@ -270,6 +270,7 @@ class Compiler:
             op.causal,
             self._vector(op, op.sinks),
             op.value_dim or 0,
+            op.windowed,
         )
 
     def _decay(self, op: ir.GatedDelta | ir.SelectiveScan) -> int:
@@ -338,6 +339,9 @@ class Compiler:
         weight = self._vector(op, op.weight)
         self._call(op, self.program.scale_by_weight, self._buffer(op.x), weight)
 
+    def _add_given(self, op: ir.AddGiven) -> None:
+        self._call(op, self.program.add_given, self._buffer(op.x), op.start)
+
     def _add_scaled(self, op: streams.AddScaled) -> None:
         x, y, coefs, out = map(self._buffer, (op.x, op.y, op.coefs, op.out))
         numbers = op.column, op.offset, op.factor
@@ -391,6 +395,7 @@ _EMIT: dict[type[ir.Op], Callable[[Compiler, Any], None]] = {
     ir.Softcap: Compiler._softcap,
     elementwise.ScaleByPosition: Compiler._scale_by_position,
     elementwise.Xielu: Compiler._xielu,
+    ir.AddGiven: Compiler._add_given,
     streams.AddScaled: Compiler._add_scaled,
     streams.MatchMagnitude: Compiler._match_magnitude,
     streams.KeepLargest: Compiler._keep_largest,

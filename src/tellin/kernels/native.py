@@ -266,6 +266,7 @@ class NativeBackend:
             batch.state_saves,
             batch.rope_positions,
             batch.seen_ends,
+            batch.window_starts,
         )
 
     def hidden(self) -> npt.NDArray[np.float32]:

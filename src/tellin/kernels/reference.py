@@ -184,7 +184,7 @@ class ReferenceBackend:
         ids = np.where(ids < len(table), ids, 0) if op.rest_is_first else ids
         rows = table[ids] * np.float32(op.scale)
         if batch.embeds is not None and not self._has_input:
-            rows[batch.embed_rows] = batch.embeds
+            rows[batch.embed_rows] = batch.embeds[:, : op.out.width]
         self._set(op.out, rows)
 
     def _input(self, op: ir.Input) -> None:
@@ -332,8 +332,10 @@ class ReferenceBackend:
             sinks = self._weights[op.sinks].reshape(op.num_kv_heads, -1)
         if op.causal and k is not None and v is not None:
             self._write_cache(op.layer, k, v)
-        starts = batch.query_start_loc.tolist()
-        for r, (start, stop) in enumerate(itertools.pairwise(starts)):
+        cuts = batch.window_starts if op.windowed else batch.query_start_loc
+        if cuts is None:
+            raise ValueError("window_starts are missing: the plan has windowed attention")
+        for r, (start, stop) in enumerate(itertools.pairwise(cuts.tolist())):
             if k is None or v is None or op.causal:
                 keys, values = self._read_cache(op.layer, r)
             else:
@@ -454,6 +456,14 @@ class ReferenceBackend:
     def _scale_by_weight(self, op: ir.ScaleByWeight) -> None:
         self._set(op.x, self._get(op.x) * self._weights[op.weight])
 
+    def _add_given(self, op: ir.AddGiven) -> None:
+        batch = self._step()
+        if batch.embeds is not None:
+            given = batch.embeds[:, op.start : op.start + op.x.width]
+            x = self._get(op.x).copy()
+            x[batch.embed_rows] += given
+            self._set(op.x, x)
+
     def _add_scaled(self, op: streams.AddScaled) -> None:
         coef = (self._get(op.coefs)[:, op.column, None] + np.float32(op.offset)) * op.factor
         self._set(op.out, self._get(op.x) + coef.astype(np.float32) * self._get(op.y))
@@ -508,6 +518,7 @@ _RUN: dict[type[ir.Op], Callable[[ReferenceBackend, Any], None]] = {
     ir.Softcap: ReferenceBackend._softcap,
     elementwise.ScaleByPosition: ReferenceBackend._scale_by_position,
     elementwise.Xielu: ReferenceBackend._xielu,
+    ir.AddGiven: ReferenceBackend._add_given,
     streams.AddScaled: ReferenceBackend._add_scaled,
     streams.MatchMagnitude: ReferenceBackend._match_magnitude,
     streams.KeepLargest: ReferenceBackend._keep_largest,

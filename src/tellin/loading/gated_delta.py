@@ -27,6 +27,7 @@ import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.key_names import describe
+from tellin.loading.mrope import mrope_section
 from tellin.loading.reordered import Order
 from tellin.loading.tensors import LinearAttentionHParams, ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
@@ -124,13 +125,7 @@ def _mrope(config: TypedMapping, hparams: ModelHParams) -> tuple[int, ...]:
     if hparams.architecture not in _TILED:
         return ()
     rope = config.get_mapping("rope_parameters") if config.has("rope_parameters") else config
-    if rope.has("mrope_section"):
-        section = tuple(int(n) for n in rope.get_integers("mrope_section").tolist())
-    else:
-        section = (11, 11, 10)
-    if len(section) != 3 or min(section) < 0:
-        raise ModelLoadError(f"{config.path}: mrope_section is {section}; it must be three sizes")
-    return section
+    return mrope_section(rope, (11, 11, 10))
 
 
 def linear_attention_from_gguf(metadata: TypedMapping, hparams: ModelHParams) -> ModelHParams:

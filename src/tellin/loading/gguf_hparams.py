@@ -38,6 +38,7 @@ from tellin.loading.hparams import (
 )
 from tellin.loading.hybrid_hparams import HYBRIDS, completed_metadata, with_recurrent_metadata
 from tellin.loading.latent import latents_from_gguf
+from tellin.loading.mrope import seeing_from_gguf
 from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 
@@ -65,8 +66,8 @@ _INTERLEAVED = (
 )
 """Families whose rotated pairs are neighbours: by nature (GLM-4), or because their converter
 permutes the rows of q and k."""
-_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3"}
-"""Of models that see pictures, which are not read here: the architecture of their text model."""
+_TEXT_MODELS = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}
+"""Of models that see pictures: the architecture of their text model."""
 _EXPERT_VARIANTS = {
     "expert_gating_func": (0.0, 1.0, 2.0),  # not told, softmax, sigmoid
     "expert_group_count": (0.0, 1.0),
@@ -106,6 +107,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     hparams = with_own_metadata(metadata, hparams)
     hparams = with_recurrent_metadata(metadata, hparams)
     hparams = linear_attention_from_gguf(metadata, hparams)
+    hparams = seeing_from_gguf(metadata, hparams)
     hparams = replace(hparams, architecture=_TEXT_MODELS.get(architecture, hparams.architecture))
     if architecture in WITH_LATENTS:
         hparams = latents_from_gguf(hparams, metadata)
@@ -222,7 +224,8 @@ class _Reader:
                     f"supported are {' and '.join(f'{one:g}' for one in allowed)}"
                 )
         # Qwen2-MoE and OLMoE take the weights as they are; files of the others need not say more.
-        normalizes = architecture in (*NORMALIZES_EXPERTS, "lfm2moe", "qwen3moe", "qwen3next")
+        others = ("lfm2moe", "qwen3moe", "qwen3next", "qwen3vlmoe")
+        normalizes = architecture in (*NORMALIZES_EXPERTS, *others)
         return replace(
             hparams,
             architecture=architecture,

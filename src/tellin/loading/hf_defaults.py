@@ -178,3 +178,10 @@ NESTED_LLAMA = {
     "vocab_size": 32_000,
 }
 """What a text model inside of another one leaves out: Llama's own configuration names it."""
+QWEN3_VL_MOE = {
+    "norm_topk_prob": True,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+}
+"""What the text model of Qwen3-VL-MoE leaves out."""

@@ -26,7 +26,7 @@ from tellin.loading.gated_delta import (
 )
 from tellin.loading.gemma3n import gemma3n_from_config
 from tellin.loading.gemma4 import gemma4_from_config
-from tellin.loading.hf_defaults import DEFAULTS, NESTED_LLAMA
+from tellin.loading.hf_defaults import DEFAULTS, NESTED_LLAMA, QWEN3_VL_MOE
 from tellin.loading.hparams import (
     GEMMA_FAMILY,
     GRANITE_FAMILY,
@@ -53,6 +53,7 @@ from tellin.loading.hybrid_hparams import (
 from tellin.loading.latent import DEFAULTS as LATENT_DEFAULTS
 from tellin.loading.latent import MODEL_TYPES as LATENT_MODEL_TYPES
 from tellin.loading.latent import latents_from_config, yarn_mscale
+from tellin.loading.mrope import seeing_from_config
 from tellin.loading.tensors import ModelHParams, RopeScaling
 from tellin.loading.typed_mapping import TypedMapping
 from tellin.loading.vision_hparams import TILED_MODELS, VISION_MODELS
@@ -105,10 +106,11 @@ _TEXT_PARTS: dict[str, tuple[str, float]] = {
     "qwen2_vl": ("qwen2", 1e6),
     "qwen2_5_vl": ("qwen2", 1e6),
     "qwen3_vl": ("qwen3", 5e5),
+    "qwen3_vl_moe": ("qwen3_moe", 5e5),
     "qwen3_5": ("qwen3_5_text", 1e4),
     "qwen3_5_moe": ("qwen3_5_moe_text", 1e4),
 }
-"""Models whose images are not read: ``model_type`` of their text model, its ``rope_theta``."""
+"""Models that see: ``model_type`` of their text model, its ``rope_theta``."""
 
 _ACTIVATIONS = {
     "silu": "silu",
@@ -144,6 +146,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         UnsupportedModelError: the architecture, or a variant of it, is not supported.
         ModelLoadError: a key is missing or has an impossible value.
     """
+    whole = config
     config = _text_config(config)
     model_type = config.get_str("model_type", "")
     if not model_type:
@@ -183,6 +186,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     hparams = with_own_config(config, hparams)
     hparams = with_recurrent_config(config, hparams)
     hparams = linear_attention_from_config(config, hparams)
+    hparams = seeing_from_config(whole, hparams)
     return check_hparams(config.path, hparams, config)
 
 
@@ -207,7 +211,7 @@ def _text_config(config: TypedMapping) -> TypedMapping:
 
 
 def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
-    """The text model of a composite one whose images are not read; old files do not nest it."""
+    """The text model of one that sees; old files do not nest it."""
     text = config.get_mapping("text_config") if config.has("text_config") else config
     kind, theta = _TEXT_PARTS[model_type]
     own = text.get_str("model_type", kind)
@@ -217,7 +221,7 @@ def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
             f"{config.path}: {model_type!r} with a text model {own!r} is not supported"
         )
     given = {key: value for key, value in text.items() if value is not None}
-    # "mrope" gives a patch of a picture three positions, which are one and the same for text.
+    # "mrope" is no scaling: it gives a patch of a picture three positions.
     scaling = given.get("rope_scaling")
     if isinstance(scaling, Mapping) and "mrope" in (scaling.get("rope_type"), scaling.get("type")):
         del given["rope_scaling"]
@@ -225,7 +229,13 @@ def _text_part(config: TypedMapping, model_type: str) -> TypedMapping:
     tied = config.get_bool("tie_word_embeddings", tied)
     return TypedMapping(
         config.path,
-        {"rope_theta": theta, **given, "model_type": kind, "tie_word_embeddings": tied},
+        {
+            "rope_theta": theta,
+            **(QWEN3_VL_MOE if model_type == "qwen3_vl_moe" else {}),
+            **given,
+            "model_type": kind,
+            "tie_word_embeddings": tied,
+        },
     )
 
 

@@ -69,6 +69,7 @@ SUPPORTED_ARCHITECTURES = (
     "qwen3moe",
     "qwen3next",
     "qwen3vl",
+    "qwen3vlmoe",
     "seed_oss",
     "smollm3",
 )
@@ -105,6 +106,7 @@ WITH_EXPERTS = (
     "qwen35moe",
     "qwen3moe",
     "qwen3next",
+    "qwen3vlmoe",
 )
 """Mixtures of experts."""
 NORMALIZES_EXPERTS = (

@@ -1,4 +1,4 @@
-"""Pictures for Qwen3.5: one piece of nearly the picture's own shape, in whole groups of patches.
+"""Pictures for Qwen2-VL to Qwen3.5: one piece of nearly the picture's own shape, in whole groups.
 
 Source: preprocessor settings of Qwen/Qwen3.5 and Qwen2-VL; Wang et al. 2024 (Qwen2-VL), section
 2.1. Sizes are those of transformers 5.24, pixel by pixel.
@@ -61,7 +61,7 @@ class GridImageProcessor:
         self._block = hparams.patch_size * hparams.group_side
         size = settings.get_mapping("size") if settings.has("size") else settings
         least, most = (
-            settings.get_int(key, size.get_int(name, default))
+            settings.get_int(key, size.get_int(name, size.get_int(key, default)))
             for key, name, default in (
                 ("min_pixels", "shortest_edge", _LEAST),
                 ("max_pixels", "longest_edge", _MOST),
@@ -90,7 +90,7 @@ class GridImageProcessor:
         grid = height // self._block, width // self._block
         count = grid[0] * grid[1]
         return ProcessedImage(
-            patches[None], self.pixel_table, self.placeholder * count, count, grid
+            patches[None], self.pixel_table, self.placeholder * count, count, grid, [grid]
         )
 
     def _scaled_size(self, width: int, height: int) -> tuple[int, int]:

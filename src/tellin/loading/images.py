@@ -43,6 +43,9 @@ class ProcessedImage:
     """Placeholders in ``prompt``: rows that the encoder makes."""
     grid: tuple[int, int] | None = None
     """Rows and columns of them, for a model that counts its positions in two dimensions."""
+    shapes: list[tuple[int, int]] | None = None
+    """Rows and columns of what each tile becomes, where tiles have shapes of their own; what is
+    behind a tile's own patches is unused."""
 
     @property
     def pixels(self) -> npt.NDArray[np.float32]:
@@ -89,8 +92,9 @@ class ImageProcessor(Protocol):
 
 _OPTIONS = (
     "do_image_splitting", "do_pan_and_scan", "image_mean", "image_std", "max_image_size",
-    "max_pixels", "min_pixels", "pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size",
-    "pan_and_scan_min_ratio_to_activate", "resample", "rescale_factor", "size",
+    "max_image_tokens", "max_pixels", "max_tiles", "min_image_tokens", "min_pixels", "min_tiles",
+    "pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size",
+    "pan_and_scan_min_ratio_to_activate", "resample", "rescale_factor", "size", "use_thumbnail",
 )  # fmt: skip
 """Settings that a user may change."""
 
@@ -113,6 +117,7 @@ def load_image_processor(
     """
     from tellin.loading.image_crop import CroppedImageProcessor
     from tellin.loading.image_grid import GridImageProcessor
+    from tellin.loading.image_mixed import MixedImageProcessor
     from tellin.loading.image_square import SquareImageProcessor
     from tellin.loading.image_tiles import TiledImageProcessor
 
@@ -125,7 +130,9 @@ def load_image_processor(
     if options:
         settings = _changed(settings, options)
     if hparams.takes_grids:
-        return GridImageProcessor(hparams, settings)
+        if hparams.turns:
+            return GridImageProcessor(hparams, settings)
+        return MixedImageProcessor(hparams, settings)
     if hparams.pools:
         return SquareImageProcessor(hparams, settings)
     if hparams.has_class_row:

@@ -57,7 +57,7 @@ from tellin.loading.predictor import (
     own_layers,
     predictor_layer,
 )
-from tellin.loading.reordered import Order, reordered
+from tellin.loading.reordered import Order, reordered, transposed
 from tellin.loading.tensors import ModelHParams, TensorRef
 
 _GGUF_GLOBAL = {
@@ -410,11 +410,22 @@ def _split_stacked(
             f"expected a {what} for each of the {hparams.num_experts} experts"
         )
     matrices = []
+    across = _is_across(hparams, match[2], tensor)
     for expert in range(hparams.num_experts):
         one = tensor.row_range(expert, expert + 1)
         matrix = TensorRef(tensor.name, tensor.shape[1:], tensor.quant_type, one.data)
+        matrix = transposed(matrix) if across else matrix
         matrices.append((f"{match[1]}.{expert}.{match[2]}", matrix))
     return matrices
+
+
+def _is_across(hparams: ModelHParams, part: str, stack: TensorRef) -> bool:
+    """Whether matrices have a row for each input: files of Qwen3-VL-MoE have such."""
+    hidden, inner = hparams.hidden_size, hparams.moe_intermediate_size
+    shapes = {"gate_up_proj.weight": (2 * inner, hidden), "down_proj.weight": (hidden, inner)}
+    is_plain = stack.reader is None and stack.quant_type.block_size == 1
+    wanted = shapes.get(part) if is_plain and hparams.architecture == "qwen3moe" else None
+    return wanted is not None and stack.shape[1:] == wanted[::-1] != wanted
 
 
 def _split_fused(

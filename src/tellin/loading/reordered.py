@@ -1,7 +1,8 @@
-"""Rows of a tensor in another order than its file's, made when they are read.
+"""Rows of a tensor in another order than its file's, or of its columns, made when they are read.
 
 For matrices whose file mixes the rows of several layers: brought into order, each layer's rows lie
-one after the other and are a row range like any other. Knows no model.
+one after the other and are a row range like any other. And for those that lie across. Knows no
+model.
 """
 
 from __future__ import annotations
@@ -42,6 +43,32 @@ class ReorderedRows:
         return np.concatenate(
             [self._base.read_rows(first[a], first[a] + b - a) for a, b in pairwise(cuts)]
         )
+
+
+class TransposedRows:
+    """A `RowReader`: row i is column i of ``base``, whose values are floats."""
+
+    def __init__(self, base: TensorRef) -> None:
+        self._base = base
+
+    @property
+    def format_name(self) -> str:
+        return self._base.format_name
+
+    @property
+    def views(self) -> Sequence[npt.NDArray[np.uint8]]:
+        return (self._base.data,)
+
+    def read_rows(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        rows, columns = self._base.shape
+        values = self._base.data.reshape(rows, columns, self._base.quant_type.block_bytes)
+        return np.ascontiguousarray(values[:, start:stop].swapaxes(0, 1)).reshape(-1)
+
+
+def transposed(tensor: TensorRef) -> TensorRef:
+    """The matrix ``tensor``, of floats in a file, with its columns as rows."""
+    shape = tensor.shape[::-1]
+    return replace(tensor, shape=shape, reader=TransposedRows(tensor), first_row=0)
 
 
 def reordered(tensor: TensorRef, order: Order) -> TensorRef:

@@ -300,3 +300,7 @@ class ModelHParams:
     """Frequencies that turn by time, height and width, interleaved (Qwen3.5); empty: no such."""
     query_temperature: tuple[float, int] | None = None
     """Queries at position p are multiplied by ``1 + first * ln(1 + p // second)`` (Ministral 3)."""
+    mrope_in_blocks: bool = False
+    """Those of time come first, then those of height, then those of width (Qwen2-VL)."""
+    deepstack_layers: int = 0
+    """So many layers have a row of each picture's position added to what they make (Qwen3-VL)."""

@@ -5,7 +5,7 @@ Weights are views of the files, except a position table that the class row was a
 
 Canonical names are the text models' where there is one; ``patch_embed.{weight,bias}`` and
 ``pre_layernorm`` stand before the layers, ``projector_norm``, ``projector_1`` and ``projector_2``
-after them.
+after them; ``tap_{n}`` has such a projector of its own, for rows of a layer in between.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tellin.loading.vision_gguf import (
     mmproj_files,
 )
 from tellin.loading.vision_hparams import VisionHParams, vision_hparams
+from tellin.loading.vision_naflex import prepare_naflex_tower
 from tellin.loading.vision_qwen import Float32Array, canonical_qwen_name, prepare_grid_tower
 
 logger = logging.getLogger("tellin.loading")
@@ -55,6 +56,7 @@ _NAMES = (
     (re.compile(r"encoder\.layers\.(\d+)\.mlp\.fc2\."), r"layers.\1.mlp.down_proj."),
     (re.compile(r"encoder\.layers\."), "layers."),
     (re.compile(r"modality_projection\.proj\."), "projector_1."),
+    (re.compile(r"\Alayer_norm\."), "projector_norm."),
     (re.compile(r"linear_([12])\."), r"projector_\1."),
     (re.compile(r"mm_input_projection_weight\Z"), "projector_1.weight"),
     (re.compile(r"mm_soft_emb_norm\."), "projector_norm."),
@@ -73,7 +75,8 @@ class EncoderPart:
 class VisionSource:
     """An opened image encoder: ``hparams``, and ``tower`` and ``projector`` to record plans from.
 
-    ``position_table`` is what `VisionHParams.takes_grids` asks for, else None.
+    ``position_table`` is what is stretched over a picture, if the encoder has that. ``taps`` are
+    the projectors of `VisionHParams.tapped_layers`.
 
     `close` lets go of the files; tensors that are still held stay valid.
     """
@@ -88,12 +91,12 @@ class VisionSource:
         self.path = path
         self.hparams = hparams
         tensors = {name: replace(tensor, name=name) for name, tensor in tensors.items()}
-        is_projector = re.compile(r"projector_(\d|norm)\.")
-        tower = {k: v for k, v in tensors.items() if not is_projector.match(k)}
-        projector = {k: v for k, v in tensors.items() if is_projector.match(k)}
+        tower = {k: v for k, v in tensors.items() if not k.startswith(("projector_", "tap_"))}
+        projector = {k: v for k, v in tensors.items() if k.startswith("projector_")}
         self.position_table: Float32Array | None = None
         if hparams.takes_grids:
-            grid = prepare_grid_tower(path, tower, hparams)
+            prepare = prepare_grid_tower if hparams.turns else prepare_naflex_tower
+            grid = prepare(path, tower, hparams)
             tower, self.position_table = grid.tensors, grid.position_table
         else:
             tower = self._prepared(tower)
@@ -101,11 +104,26 @@ class VisionSource:
             projector = self._turned(projector)
         self.tower = EncoderPart(path, hparams.tower, tower)
         act = hparams.projector_act or hparams.tower.hidden_act
-        self.projector = EncoderPart(
-            path,
-            replace(hparams.tower, hidden_size=hparams.text_hidden_size, hidden_act=act),
-            projector,
+        own = replace(
+            hparams.tower,
+            hidden_size=hparams.text_hidden_size,
+            hidden_act=act,
+            norm_eps=hparams.projector_norm_eps or hparams.tower.norm_eps,
         )
+        self.projector = EncoderPart(path, own, projector)
+        taps: list[dict[str, TensorRef]] = [{} for _ in hparams.tapped_layers]
+        for name, tensor in tensors.items():
+            tap, _, rest = name.partition(".")
+            if not tap.startswith("tap_"):
+                continue
+            index = int(tap.removeprefix("tap_"))
+            if index >= len(taps):
+                raise ModelLoadError(
+                    f"{path}: tensor {tensor.name!r} is of a projector that the image encoder "
+                    f"does not have; it has {len(taps)} for layers in between"
+                )
+            taps[index][rest] = tensor
+        self.taps = tuple(EncoderPart(path, own, part) for part in taps)
         self._files = tuple(files)
 
     def release_pages(self) -> None:
@@ -244,10 +262,11 @@ def open_vision(path: Path, mmproj: Path | None = None) -> VisionSource | None:
     try:
         tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
         if found.path.is_dir():
-            canonical = canonical_qwen_name if found.hparams.takes_grids else _canonical
+            canonical = canonical_qwen_name if found.hparams.turns else _canonical
             tensors = {canonical(name): tensor for name, tensor in tensors.items()}
             norm = tensors.get("projector_norm.weight")
-            if norm is not None:  # Gemma's norms are 1 and what the file has; in GGUF it is added
+            if found.hparams.pools and norm is not None:
+                # Gemma's norms are 1 and what the file has; in GGUF it is added.
                 tensors["projector_norm.weight"] = _float32(norm, 1 + dequantize(norm))
         else:
             tensors = canonical_gguf_vision(tensors, found.hparams)
@@ -263,7 +282,7 @@ def _find_gguf(model: Path, mmproj: Path) -> VisionFiles:
     try:
         metadata = files[0].metadata
         hparams = gguf_vision_hparams(model, metadata)
-        return VisionFiles(mmproj, hparams, gguf_image_settings(metadata))
+        return VisionFiles(mmproj, hparams, gguf_image_settings(metadata, hparams))
     finally:
         for file in files:
             file.close()

@@ -1,8 +1,8 @@
 """Dimensions of a model's image encoder, from the ``config.json`` of its folder.
 
 Covers SmolVLM, SmolVLM2 and Idefics3 (a SigLIP tower, groups of patches, one matrix), Gemma 3 (the
-same with means of groups), LLaVA-1.5 (a CLIP tower, two matrices) and Qwen3.5 (pictures of any
-shape, two matrices). It knows no tensors and no pixels.
+same with means of groups), LLaVA-1.5 (a CLIP tower, two matrices), Qwen2-VL and its successors and
+LFM2-VL (pictures of any shape, two matrices). It knows no tensors and no pixels.
 
 Source: the configuration classes' documented fields and defaults (transformers 5.24).
 """
@@ -10,19 +10,21 @@ Source: the configuration classes' documented fields and defaults (transformers 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.hparams import check_hparams
+from tellin.loading.mrope import DEEPSTACK, deepstack_layers
 from tellin.loading.tensors import ModelHParams
 from tellin.loading.typed_mapping import TypedMapping
 
 TILED_MODELS = ("idefics3", "smolvlm")
 """``model_type`` of models that cut a picture into tiles."""
-GRID_MODELS = ("qwen3_5", "qwen3_5_moe")
+GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """``model_type`` of models whose pictures keep their shape."""
-VISION_MODELS = (*TILED_MODELS, "llava", *GRID_MODELS)
+VISION_MODELS = (*TILED_MODELS, "llava", *GRID_MODELS, "lfm2_vl")
 """``model_type`` of models with an image encoder beside a text model of any kind."""
 POOLED_MODELS = ("gemma3",)
 """``model_type`` of models whose groups of patches are averaged, beside Gemma's text model."""
@@ -32,9 +34,9 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "quick_gelu": "quick_gelu",
+    "silu": "silu",
 }
 _MAX_PATCHES = 1 << 14
-_DEEPSTACK = "deepstack_visual_indexes"
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,35 @@ class VisionHParams:
     num_frames: int = 1
     """Frames of a film that a patch spans; a picture is as many equal ones."""
     takes_grids: bool = False
-    """A picture is one tile of any shape, whose patches turn by row and column (Qwen3.5)."""
+    """Tiles have any shape (Qwen, LFM2-VL)."""
+    window_side: int = 0
+    """Groups on a side of the squares that most layers attend within; 0: all see all patches."""
+    full_layers: tuple[int, ...] = ()
+    """Layers that see all patches though others have windows."""
+    tapped_layers: tuple[int, ...] = ()
+    """Layers whose rows become rows for the text model, too (DeepStack)."""
     pools: bool = False
     """A group of patches becomes their mean, and rows of a tile see each other in the text model
     (Gemma 3)."""
     begin_token_id: int | None = None
     """Stands for a picture in a user's prompt, where it is another than ``image_token_id``."""
+    projector_norm_eps: float | None = None
+    """Of a norm before the projector's matrices; None: there is none."""
+
+    @property
+    def turns(self) -> bool:
+        """Patches turn by row and column (Qwen)."""
+        return self.takes_grids and self.tower.architecture != "siglip2"
 
     @property
     def patch_dim(self) -> int:
         """Values of a patch."""
         return self.num_channels * self.patch_size**2
+
+    @property
+    def row_width(self) -> int:
+        """Values of a row for the text model: its embedding, then what its first layers add."""
+        return self.text_hidden_size * (1 + len(self.tapped_layers))
 
     def embeds_per_tile(self, side: int) -> int:
         """Rows for the text model of a tile of ``side * side`` patches."""
@@ -97,6 +117,8 @@ def vision_hparams(config: TypedMapping, text: ModelHParams) -> VisionHParams | 
         hparams = _tiled(config, vision, text)
     elif model_type in GRID_MODELS:
         hparams = _grid(config, vision, text)
+    elif model_type == "lfm2_vl":
+        hparams = _naflex(config, vision, text)
     elif model_type in POOLED_MODELS:
         hparams = _pooled(config, vision, text)
     else:
@@ -211,53 +233,159 @@ def _llava(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> Vi
     )
 
 
+_GRID_DEFAULTS: dict[str, dict[str, int | str]] = {
+    "qwen2_vl": {"embed_dim": 1280, "patch_size": 14, "depth": 32, "hidden_act": "quick_gelu"},
+    "qwen2_5_vl": {
+        "hidden_size": 3584, "intermediate_size": 3420, "patch_size": 14, "depth": 32,
+        "hidden_act": "silu",
+    },
+}  # fmt: skip
+_QWEN3_DEFAULTS: dict[str, int | str] = {
+    "hidden_size": 1152, "intermediate_size": 4304, "patch_size": 16, "depth": 27,
+    "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
+
+
 def _grid(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> VisionHParams:
-    if vision.has("deepstack_visual_indexes") and len(vision.get_numbers(_DEEPSTACK)):
-        raise UnsupportedModelError(
-            f"{config.path}: {_DEEPSTACK} of the image encoder is not empty, which is not "
-            "supported; limit_mm_per_prompt={'image': 0} runs the text model"
-        )
-    num_rows = vision.get_int("num_position_embeddings", 2304)
+    """The towers of Qwen2-VL and what came after it."""
+    model_type = config.get_str("model_type", "")
+    given = {key: value for key, value in vision.items() if value is not None}
+    defaults = _GRID_DEFAULTS.get(model_type, _QWEN3_DEFAULTS)
+    vision = TypedMapping(config.path, {**defaults, **given})
+    has_table = model_type not in _GRID_DEFAULTS
+    num_rows = vision.get_int("num_position_embeddings", 2304) if has_table else 0
     side = math.isqrt(max(num_rows, 0))
     values = {
-        "patch_size": vision.get_int("patch_size", 16),
+        "patch_size": vision.get_int("patch_size"),
         "spatial_merge_size": vision.get_int("spatial_merge_size", 2),
         "temporal_patch_size": vision.get_int("temporal_patch_size", 2),
     }
-    if side < 1 or side**2 != num_rows or not all(1 <= v <= 64 for v in values.values()):
+    if side**2 != num_rows or has_table > side or not all(1 <= v <= 64 for v in values.values()):
         raise ModelLoadError(
             f"{config.path}: vision_config has num_position_embeddings {num_rows}, "
             f"which must be a square, and {values}"
         )
-    hidden = vision.get_int("hidden_size", 1152)
-    own = {
-        "hidden_size": hidden,
-        "num_attention_heads": vision.get_int("num_heads", 16),
-        "num_hidden_layers": vision.get_int("depth", 27),
-        "intermediate_size": vision.get_int("intermediate_size", 4304),
-        "hidden_act": vision.get_str("hidden_act", "gelu_pytorch_tanh"),
-    }
-    tower = _tower(TypedMapping(config.path, own), "qwen", num_rows, hidden, "gelu", 1e-6)
-    rope = vision.get_mapping("rope_parameters") if vision.has("rope_parameters") else vision
-    kind = rope.get_str("rope_type", "axial")
-    if kind != "axial" or tower.head_dim % 4:
-        raise UnsupportedModelError(
-            f"{config.path}: an image encoder with rope_type {kind!r} "
-            f"and heads of {tower.head_dim} is not supported; supported is axial, in fours"
-        )
-    return VisionHParams(
-        tower=replace(tower, rope_theta=rope.get_float("rope_theta", 10000.0)),
+    tower = _grid_tower(vision, model_type, max(num_rows, 1))
+    hparams = VisionHParams(
+        tower=tower,
         patch_size=values["patch_size"],
-        num_channels=vision.get_int("in_channels", 3),
+        num_channels=vision.get_int("in_channels", vision.get_int("in_chans", 3)),
         table_side=side,
         group_side=values["spatial_merge_size"],
         has_class_row=False,
         keeps_class_row=False,
         projector_act="gelu",
         text_hidden_size=text.hidden_size,
-        image_token_id=config.get_int("image_token_id", 248_056),
+        image_token_id=config.get_int(
+            "image_token_id", 248_056 if model_type.startswith("qwen3_5") else 151_655
+        ),
         num_frames=values["temporal_patch_size"],
         takes_grids=True,
+    )
+    if model_type == "qwen2_5_vl":
+        return _with_windows(vision, hparams)
+    return _with_taps(vision, hparams, text.deepstack_layers) if has_table else hparams
+
+
+def _grid_tower(vision: TypedMapping, model_type: str, num_rows: int) -> ModelHParams:
+    is_first = model_type == "qwen2_vl"
+    hidden = vision.get_int("embed_dim" if is_first else "hidden_size")
+    own = {
+        "hidden_size": hidden,
+        "num_attention_heads": vision.get_int("num_heads", 16),
+        "num_hidden_layers": vision.get_int("depth"),
+        "intermediate_size": (
+            hidden * vision.get_int("mlp_ratio", 4)
+            if is_first
+            else vision.get_int("intermediate_size")
+        ),
+        "hidden_act": vision.get_str("hidden_act"),
+    }
+    kind = "qwen2.5" if model_type == "qwen2_5_vl" else "qwen"
+    tower = _tower(TypedMapping(vision.path, own), kind, num_rows, hidden, "gelu", 1e-6)
+    rope = vision.get_mapping("rope_parameters") if vision.has("rope_parameters") else vision
+    rope_type = rope.get_str("rope_type", "axial")
+    if rope_type != "axial" or tower.head_dim % 4:
+        raise UnsupportedModelError(
+            f"{vision.path}: an image encoder with rope_type {rope_type!r} "
+            f"and heads of {tower.head_dim} is not supported; supported is axial, in fours"
+        )
+    return replace(tower, rope_theta=rope.get_float("rope_theta", 10000.0))
+
+
+def _with_windows(vision: TypedMapping, hparams: VisionHParams) -> VisionHParams:
+    window = vision.get_int("window_size", 112)
+    side = window // hparams.group_side // hparams.patch_size
+    if not 1 <= side <= _MAX_PATCHES:
+        raise ModelLoadError(
+            f"{vision.path}: window_size is {window}; a window must hold a group of "
+            f"{hparams.group_side} x {hparams.group_side} patches of {hparams.patch_size} pixels"
+        )
+    key = "fullatt_block_indexes"
+    layers = vision.get_integers(key).tolist() if vision.has(key) else (7, 15, 23, 31)
+    return replace(hparams, window_side=side, full_layers=_layers(vision, key, layers, hparams))
+
+
+def _with_taps(vision: TypedMapping, hparams: VisionHParams, count: int) -> VisionHParams:
+    layers = deepstack_layers(vision) if vision.has(DEEPSTACK) or count else ()
+    if len(layers) != count or list(layers) != sorted(set(layers)):
+        raise UnsupportedModelError(
+            f"{vision.path}: {DEEPSTACK} of the image encoder is {list(layers)}, which is not "
+            f"supported: it must ascend, and the text model takes rows of {count} layers; "
+            "limit_mm_per_prompt={'image': 0} runs the text model"
+        )
+    return replace(hparams, tapped_layers=_layers(vision, DEEPSTACK, layers, hparams))
+
+
+def _layers(
+    vision: TypedMapping, key: str, layers: Sequence[int], hparams: VisionHParams
+) -> tuple[int, ...]:
+    for layer in layers:
+        if not 0 <= layer < hparams.tower.num_hidden_layers:
+            raise ModelLoadError(
+                f"{vision.path}: {key} has layer {layer}; the image encoder has "
+                f"{hparams.tower.num_hidden_layers}"
+            )
+    return tuple(int(layer) for layer in layers)
+
+
+def _naflex(config: TypedMapping, vision: TypedMapping, text: ModelHParams) -> VisionHParams:
+    """LFM2-VL's tower, a SigLIP for tiles of any shape."""
+    num_rows = vision.get_int("num_patches", 256)
+    side = math.isqrt(max(num_rows, 0))
+    patch_size = vision.get_int("patch_size", 16)
+    group_side = config.get_int("downsample_factor", 2)
+    if side**2 != num_rows or not 1 <= side <= 1024 or not 1 <= patch_size <= 64:
+        raise ModelLoadError(
+            f"{config.path}: vision_config has num_patches {num_rows}, which must be a square, "
+            f"and patch_size {patch_size}"
+        )
+    if not 1 <= group_side <= 64:
+        raise ModelLoadError(f"{config.path}: downsample_factor is {group_side}")
+    layer = config.get_int("vision_feature_layer", -1)
+    if layer != -1:
+        raise UnsupportedModelError(
+            f"{config.path}: vision_feature_layer is {layer}, which is not supported; supported "
+            "is -1, the last"
+        )
+    given = {"num_attention_heads": 12, **{k: v for k, v in vision.items() if v is not None}}
+    tower = _tower(
+        TypedMapping(config.path, given), "siglip2", num_rows, 768, "gelu_pytorch_tanh", 1e-6
+    )
+    has_norm = config.get_bool("projector_use_layernorm", True)
+    return VisionHParams(
+        tower=tower,
+        patch_size=patch_size,
+        num_channels=vision.get_int("num_channels", 3),
+        table_side=side,
+        group_side=group_side,
+        has_class_row=False,
+        keeps_class_row=False,
+        projector_act=_activation(config, "projector_hidden_act", "gelu"),
+        text_hidden_size=text.hidden_size,
+        image_token_id=config.get_int("image_token_id", 396),
+        takes_grids=True,
+        projector_norm_eps=1e-5 if has_norm else None,
     )
 
 
@@ -275,8 +403,9 @@ def _tower(
     vision: TypedMapping, architecture: str, num_rows: int, hidden: int, act: str, eps: float
 ) -> ModelHParams:
     """Dimensions of a tower; what the configuration leaves out is its class's default."""
-    heads, layers = (16, 12) if architecture == "siglip" else (16, 24)
-    inner = 3072 if architecture == "siglip" else 4096
+    is_siglip = architecture.startswith("siglip")
+    heads, layers = (16, 12) if is_siglip else (16, 24)
+    inner = 3072 if is_siglip else 4096
     hidden = vision.get_int("hidden_size", hidden)
     num_heads = vision.get_int("num_attention_heads", heads)
     if num_heads < 1 or hidden % num_heads:

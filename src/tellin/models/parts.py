@@ -45,6 +45,14 @@ def squared_relu_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     return b.linear(b.act_mul(up, up, act="relu"), f"{name}.down_proj", bias=bias)
 
 
+def add_deepstack(b: PlanBuilder, x: Buffer, layer: int) -> Buffer:
+    """What a layer makes, at pictures' positions with the row that is meant for this layer.
+
+    Source: Meng et al. 2024 (DeepStack), section 3.
+    """
+    return b.add_given(x, layer + 1) if layer < b.hparams.deepstack_layers else x
+
+
 def experts_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     """Mixture of gated MLPs: each row goes through those that its router scores highest.
 

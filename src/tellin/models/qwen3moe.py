@@ -5,7 +5,7 @@ Source: Yang et al. 2025 (Qwen3 technical report), section 2.
 
 from __future__ import annotations
 
-from tellin.models.parts import embed_tokens, experts_mlp, gated_mlp, lm_head
+from tellin.models.parts import add_deepstack, embed_tokens, experts_mlp, gated_mlp, lm_head
 from tellin.models.plan.builder import PlanBuilder
 from tellin.models.plan.ir import Buffer, Plan, RotaryTable
 from tellin.models.rotary import rotary_table
@@ -19,6 +19,7 @@ def record(b: PlanBuilder) -> Plan:
         x = b.add(x, attention(b, h, f"layers.{i}.self_attn", rope))
         h = b.rms_norm(x, f"layers.{i}.post_attention_layernorm")
         x = b.add(x, mlp(b, h, f"layers.{i}.mlp"))
+        x = add_deepstack(b, x, i)
     return lm_head(b, x)
 
 

@@ -51,16 +51,23 @@ def rotary_table(hparams: ModelHParams, max_model_len: int | None = None) -> Rot
             f"rope scaling {scaling.kind!r} is not supported; "
             "supported are none, linear, llama3, yarn, longrope"
         )
-    axes = mrope_axes(hparams.mrope_section, len(frequencies)) if hparams.mrope_section else ()
+    axes: tuple[int, ...] = ()
+    if hparams.mrope_section:
+        in_blocks = hparams.mrope_in_blocks
+        axes = mrope_axes(hparams.mrope_section, len(frequencies), in_blocks=in_blocks)
     return RotaryTable(tuple(frequencies.tolist()), factor, axes)
 
 
-def mrope_axes(section: tuple[int, ...], count: int) -> tuple[int, ...]:
+def mrope_axes(section: tuple[int, ...], count: int, *, in_blocks: bool = False) -> tuple[int, ...]:
     """Which position each of ``count`` frequencies turns by: time, height and width in turn.
 
     ``section`` has how many frequencies height and width get; the others are time's.
-    Source: Bai et al. 2025 (Qwen3-VL), section 2.1 (interleaved M-RoPE).
+    ``in_blocks``: those of an axis are neighbours, and ``section`` has time's, too.
+    Source: Bai et al. 2025 (Qwen3-VL), section 2.1 (interleaved M-RoPE); Wang et al. 2024
+    (Qwen2-VL), section 2.1, for blocks.
     """
+    if in_blocks:
+        return tuple(axis for axis, size in enumerate(section) for _ in range(size))
     axes = [0] * count
     for axis in (1, 2):
         for i in range(axis, min(3 * section[axis], count), 3):

@@ -36,6 +36,7 @@ class GivenRows:
         self.images = images
         self._takes_embeds = takes_embeds
         self._scale: float | None = None
+        self._width: int | None = None
 
     def gather(
         self,
@@ -82,9 +83,18 @@ class GivenRows:
                 if scale != 1.0:
                     with np.errstate(over="ignore"):  # ends the request, by its logits, alone
                         values = values * np.float32(scale)
+                missing = self._given_width(backend) - values.shape[1]
+                if missing:  # what only pictures add to later layers
+                    values = np.pad(values, ((0, 0), (0, missing)))
                 found.append((values, np.arange(start, start + len(values), dtype=np.int32)))
             start += count
         return found
+
+    def _given_width(self, backend: Backend) -> int:
+        if self._width is None:
+            plan: Plan = backend.plan  # type: ignore[attr-defined]
+            self._width = plan.given_width
+        return self._width
 
     def _find_scale(self, backend: Backend) -> float:
         if self._scale is None:

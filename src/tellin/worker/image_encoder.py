@@ -1,6 +1,6 @@
 """`ImageEncoder`: from the pixels of pictures to rows that the text model reads as embeddings.
 
-Owns two backends, for the tower and for the projector. It knows no requests and keeps nothing:
+Owns a backend for the tower and one for each projector. It knows no requests and keeps nothing:
 `tellin.worker.image_inputs` does. A tile's rows depend on its own pixels only, so they have the
 same bits whatever is encoded with it.
 """
@@ -8,6 +8,7 @@ same bits whatever is encoded with it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -53,42 +54,52 @@ class ImageEncoder:
         **options: Any,
     ) -> None:
         self._pixel_table = pixel_table
-        tower, projector = build_vision_plans(source)
+        tower, projector, *taps = build_vision_plans(source)
         self.hparams: VisionHParams = source.hparams
         self._position_table = source.position_table
         self._tower: Backend = backend(tower, **options)
         self._projector: Backend = backend(projector, **options)
+        self._taps: list[Backend] = [backend(tap, **options) for tap in taps]
         source.release_pages()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of packed weights."""
-        return sum(int(b.info["weight_bytes"]) for b in (self._tower, self._projector))
+        return sum(int(backend.info["weight_bytes"]) for backend in self._backends())
 
-    def encode(self, pixels: Pixels, grid: Grid | None = None) -> Float32Array:
+    def _backends(self) -> tuple[Backend, ...]:
+        return self._tower, self._projector, *self._taps
+
+    def encode(self, pixels: Pixels, shapes: Sequence[Grid] | None = None) -> Float32Array:
         """Encode the tiles of a picture, or of several.
 
         Args:
             pixels: ``[num_tiles, num_patches, patch_dim]``: floats, or bytes that the table
                 explains; see `tellin.loading.images.ProcessedImage`.
-            grid: rows and columns of the result, for an encoder that takes tiles of any shape.
+            shapes: rows and columns of each tile's result, for an encoder that takes tiles of any
+                shape.
 
         Returns:
-            ``[num_tiles * rows of a tile, hidden size of the text model]``.
+            ``[rows of all tiles, VisionHParams.row_width]``.
 
         Raises:
             EngineError: the pixels have another shape than this encoder takes.
         """
-        self.check(pixels, grid)
-        if grid is not None:
-            return self._encode_grid(self._floats(pixels)[0], grid)
+        self.check(pixels, shapes)
+        if shapes is not None:
+            size = self.hparams.group_side**2
+            tiles = [
+                self._encode_grid(self._floats(tile[: rows * columns * size]), (rows, columns))
+                for tile, (rows, columns) in zip(pixels, shapes, strict=True)
+            ]
+            return np.concatenate(tiles)
         positions = tile_positions(self.hparams, _side(pixels))
         per_pass = max(1, _ROWS_PER_PASS // len(positions))
         parts = [
             self._encode(self._floats(pixels[i : i + per_pass]), positions)
             for i in range(0, len(pixels), per_pass)
         ]
-        width = self.hparams.text_hidden_size
+        width = self.hparams.row_width
         return np.concatenate(parts) if parts else np.zeros((0, width), np.float32)
 
     def _floats(self, pixels: Pixels) -> Float32Array:
@@ -98,27 +109,21 @@ class ImageEncoder:
             raise EngineError("pixels came as bytes, but nothing says what they mean")
         return normalise(np.asarray(pixels, np.uint8), self._pixel_table)
 
-    def rows_per_tile(self, pixels: Pixels) -> int:
+    def rows_of_tiles(self, pixels: Pixels, shapes: Sequence[Grid] | None = None) -> list[int]:
         """Rows that `encode` makes of each tile."""
-        if self.hparams.takes_grids:
-            return int(pixels.shape[1]) // self.hparams.group_side**2
-        return self.hparams.embeds_per_tile(_side(pixels))
+        if shapes is not None:
+            return [rows * columns for rows, columns in shapes]
+        return [self.hparams.embeds_per_tile(_side(pixels))] * len(pixels)
 
-    def check(self, pixels: Pixels, grid: Grid | None = None) -> None:
+    def check(self, pixels: Pixels, shapes: Sequence[Grid] | None = None) -> None:
         """Refuse pixels that `encode` cannot take.
 
         Raises:
             EngineError: they have another shape than this encoder takes.
         """
         hp = self.hparams
-        if hp.takes_grids or grid is not None:
-            rows, columns = grid or (0, 0)
-            wanted = (1, rows * columns * hp.group_side**2, hp.patch_dim)
-            if not hp.takes_grids or min(rows, columns) < 1 or pixels.shape != wanted:
-                raise EngineError(
-                    f"pixels have shape {pixels.shape} and a grid of {grid}, which this image "
-                    "encoder does not take"
-                )
+        if hp.takes_grids or shapes is not None:
+            self._check_shapes(pixels, shapes or ())
             return
         side = _side(pixels) if pixels.ndim == 3 else 0
         if pixels.ndim != 3 or pixels.shape[2] != hp.patch_dim or pixels.shape[1] != side**2:
@@ -134,10 +139,21 @@ class ImageEncoder:
         if hp.pools and side != hp.table_side:
             raise EngineError(f"tiles are {side} patches wide, not {hp.table_side}")
 
+    def _check_shapes(self, pixels: Pixels, shapes: Sequence[Grid]) -> None:
+        hp = self.hparams
+        areas = [rows * columns if min(rows, columns) > 0 else 0 for rows, columns in shapes]
+        fits = pixels.ndim == 3 and (len(pixels), pixels.shape[2]) == (len(areas), hp.patch_dim)
+        room = pixels.shape[1] // hp.group_side**2 if fits else 0
+        if not hp.takes_grids or not areas or not 1 <= min(areas) <= max(areas) <= room:
+            raise EngineError(
+                f"pixels have shape {pixels.shape} and tiles of {list(shapes)} rows and columns, "
+                "which this image encoder does not take"
+            )
+
     def close(self) -> None:
         """Give the weights' memory back."""
-        self._tower.close()
-        self._projector.close()
+        for backend in self._backends():
+            backend.close()
 
     def _encode(self, pixels: Float32Array, positions: npt.NDArray[np.int32]) -> Float32Array:
         hp = self.hparams
@@ -162,20 +178,41 @@ class ImageEncoder:
     def _encode_grid(self, pixels: Float32Array, grid: Grid) -> Float32Array:
         """A tile ``[num_patches, patch_dim]`` of any shape."""
         hp = self.hparams
-        if self._position_table is None:
-            raise EngineError("the image encoder has no table of positions")
         group = hp.group_side
         coordinates = grid_coordinates(grid, group)
-        shape = grid[0] * group, grid[1] * group
-        rows = np.concatenate([pixels, stretch(self._position_table, coordinates, shape)], axis=1)
+        rows, cuts, order = pixels, None, None
+        if self._position_table is not None:
+            shape = grid[0] * group, grid[1] * group
+            scaled = stretch if hp.turns else scale_smoothly
+            places = scaled(self._position_table, coordinates, shape)
+            rows = np.concatenate([pixels, places], axis=1)
+        if hp.window_side:
+            order, sizes = window_order(grid, hp.window_side)
+            rows = _in_order(rows, order)
+            coordinates = _in_order(coordinates, order)
+            cuts = np.concatenate([[0], np.cumsum(sizes * group**2)]).astype(np.int32)
         count = len(rows)
+        numbers, starts = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
+        turned = np.ascontiguousarray(np.stack([numbers, *coordinates.T]), np.int32)
+        step = replace(_given(rows, numbers, starts), rope_positions=turned, window_starts=cuts)
+        projected = self._project(self._tower.forward(step))
+        if order is None:
+            return projected
+        result = np.empty_like(projected)
+        result[order] = projected
+        return result
+
+    def _project(self, states: Float32Array) -> Float32Array:
+        """Rows for the text model of the tower's: of each projector, one behind the other."""
+        hp = self.hparams
+        hidden, size = hp.tower.hidden_size, hp.group_side**2
+        count = len(states) // size
         order, starts = np.arange(count, dtype=np.int32), np.array([0, count], np.int32)
-        turned = np.stack([order, *coordinates.T]).astype(np.int32)
-        step = replace(_given(rows, order, starts), rope_positions=turned)
-        states = np.ascontiguousarray(self._tower.forward(step))
-        groups = states.reshape(-1, hp.tower.hidden_size * group**2)
-        starts = np.array([0, len(groups)], np.int32)
-        return np.array(self._projector.forward(_given(groups, order[: len(groups)], starts)))
+        parts = []
+        for i, projector in enumerate(self._backends()[1:]):
+            groups = states[:, i * hidden : (i + 1) * hidden].reshape(count, size * hidden)
+            parts.append(np.array(projector.forward(_given(groups, order, starts))))
+        return np.concatenate(parts, axis=1)
 
 
 def grid_coordinates(grid: Grid, group: int) -> npt.NDArray[np.int32]:
@@ -183,6 +220,26 @@ def grid_coordinates(grid: Grid, group: int) -> npt.NDArray[np.int32]:
     square = np.indices((grid[0] * group, grid[1] * group), np.int32)
     blocks = square.reshape(2, grid[0], group, grid[1], group).transpose(1, 3, 2, 4, 0)
     return np.ascontiguousarray(blocks).reshape(-1, 2)
+
+
+def _in_order(rows: npt.NDArray[Any], groups: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    """``rows`` with their groups, of equally many rows each, in another order."""
+    return rows.reshape(len(groups), -1, rows.shape[1])[groups].reshape(rows.shape)
+
+
+def window_order(grid: Grid, window: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Groups of a grid, window by window, and how many each window has.
+
+    Windows are squares of ``window`` groups from the upper left corner on; those at the lower and
+    right edges hold what is left.
+    """
+    numbers = np.arange(grid[0] * grid[1]).reshape(grid)
+    windows = [
+        numbers[row : row + window, column : column + window].reshape(-1)
+        for row in range(0, grid[0], window)
+        for column in range(0, grid[1], window)
+    ]
+    return np.concatenate(windows), np.array([len(part) for part in windows])
 
 
 def stretch(
@@ -201,6 +258,27 @@ def stretch(
     near = table[bottom, left] * (1 - x) + table[bottom, right] * x
     far = table[up, left] * (1 - x) + table[up, right] * x
     return np.asarray(near * (1 - y) + far * y, np.float32)
+
+
+def scale_smoothly(
+    table: Float32Array, coordinates: npt.NDArray[np.int32], shape: tuple[int, int]
+) -> Float32Array:
+    """Rows of a square ``table`` ``[side, side, width]`` scaled to ``shape``, edge on edge.
+
+    Each is a weighted mean: weights fall linearly to nothing at a distance of one place, or where
+    places are more than what they become, at that of as many as become one.
+    """
+    side = table.shape[0]
+    weights = []
+    for size in shape:
+        scale = np.float32(side / size)
+        centres = (np.arange(size, dtype=np.float32) + np.float32(0.5)) * scale - np.float32(0.5)
+        distances = np.abs(np.arange(side, dtype=np.float32) - centres[:, None])
+        own = np.maximum(1 - distances / max(scale, np.float32(1)), 0)
+        weights.append(own / own.sum(axis=1, keepdims=True))
+    rows = np.tensordot(weights[0], table, axes=1)
+    square = np.matmul(weights[1], rows)
+    return np.asarray(square[coordinates[:, 0], coordinates[:, 1]], np.float32)
 
 
 def _side(pixels: Pixels) -> int:

@@ -33,10 +33,11 @@ Float32Array = npt.NDArray[np.float32]
 
 @dataclass
 class _Output:
-    """What is known of a picture's rows, ``[num_embeds, hidden_size]``: those of ``done`` tiles."""
+    """What is known of a picture's rows, ``[num_embeds, row_width]``: those of ``done`` tiles."""
 
     rows: Float32Array
-    rows_per_tile: int
+    starts: Int32Array
+    """``[num_tiles + 1]``: tile t has the rows from ``starts[t]`` to ``starts[t + 1]``."""
     done: list[bool]
 
 
@@ -110,30 +111,33 @@ class ImageInputs:
         encoder = self._live()
         if feature.data is None:
             raise EngineError("its pixels did not come with it")
-        encoder.check(feature.data, feature.grid)
-        per_tile = encoder.rows_per_tile(feature.data)
-        count = len(feature.data) * per_tile
+        encoder.check(feature.data, feature.shapes)
+        sizes = encoder.rows_of_tiles(feature.data, feature.shapes)
+        count = sum(sizes)
         if count != feature.num_embeds:
             raise EngineError(
                 f"the encoder makes {count} rows of it, but the prompt has "
                 f"{feature.num_embeds} places"
             )
-        rows = np.empty((count, encoder.hparams.text_hidden_size), np.float32)
-        return _Output(rows, per_tile, [False] * len(feature.data))
+        rows = np.empty((count, encoder.hparams.row_width), np.float32)
+        starts = np.cumsum([0, *sizes], dtype=np.int32)
+        return _Output(rows, starts, [False] * len(sizes))
 
     def _rows(self, feature: MultiModalFeature, first: int, end: int) -> Float32Array:
         """Rows ``[first, end)`` of a picture; encodes the tiles of which they are the first."""
         output = self._outputs.get(feature.identifier)
         if output is None:
             raise EngineError("it was not scheduled to be encoded before its use")
-        size = output.rows_per_tile
-        tiles = range(first // size, (end - 1) // size + 1)
+        starts = output.starts
+        first_tile = int(np.searchsorted(starts, first, side="right")) - 1
+        tiles = range(first_tile, int(np.searchsorted(starts, end, side="left")))
         missing = [tile for tile in tiles if not output.done[tile]]
         if missing:
             low, high = missing[0], missing[-1] + 1
             begin = time.monotonic_ns()
-            output.rows[low * size : high * size] = self._live().encode(
-                feature.data[low:high], feature.grid
+            shapes = None if feature.shapes is None else feature.shapes[low:high]
+            output.rows[starts[low] : starts[high]] = self._live().encode(
+                feature.data[low:high], shapes
             )
             if self._spans is not None:
                 took = time.monotonic_ns() - begin

@@ -78,6 +78,12 @@ class PlanBuilder(RecurrentBuilder):
         self._ops.append(ir.AddPositionEmbedding(x, weight))
         return x
 
+    def add_given(self, x: Buffer, part: int) -> Buffer:
+        """Add in place, to rows that the caller gives, the ``part``-th row behind the embedding."""
+        self._needs_token_rows(x, "what is added to given rows")
+        self._ops.append(ir.AddGiven(x, part * x.width))
+        return x
+
     def add_token_type_embedding(self, x: Buffer, name: str) -> Buffer:
         """Add in place the row of each token's type: which text of a pair it belongs to."""
         self._needs_token_rows(x, "a token type embedding")
@@ -278,12 +284,14 @@ class PlanBuilder(RecurrentBuilder):
         num_kv_heads: int | None = None,
         value_dim: int | None = None,
         kv_layer: int | None = None,
+        windowed: bool = False,
     ) -> Buffer:
         """Attention over the request's KV cache; a causal one adds a layer to the cache.
 
         ``has_sinks``: the model has a score ``{name}.sinks.weight`` per head. ``head_dim`` and
         ``num_kv_heads``: None = the model's; ``value_dim``: None = head_dim. ``kv_layer``: read
         this layer of the cache, filled before, and add none; then there are no k and v.
+        ``windowed``: see `ir.Attention`.
         """
         hp = self.hparams
         head_dim = head_dim or hp.head_dim
@@ -317,7 +325,7 @@ class PlanBuilder(RecurrentBuilder):
         self._ops.append(
             ir.Attention(
                 q, k, v, out, layer, heads, kv_heads, head_dim, scale,
-                sliding_window, hp.attn_logit_softcapping, causal, sinks, value_dim,
+                sliding_window, hp.attn_logit_softcapping, causal, sinks, value_dim, windowed,
             )
         )  # fmt: skip
         return out

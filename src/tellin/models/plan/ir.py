@@ -75,10 +75,11 @@ class Embed(Op):
 
     ``rest_is_first``: the table may end before the vocabulary does; ids behind it take row 0.
 
-    A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; a
-    plan with tables of different widths takes no such rows. After an `Input`, to which they belong
-    then, every id is looked up. Rows of a prompt of embeddings are given multiplied by
-    ``given_scale``: 1 in models whose scale is part of their input embeddings.
+    A row that the caller gives (`StepBatch.embeds`) stays as it was given, without the scale; of a
+    wider one the first values count. A plan with tables of different widths takes no such rows.
+    After an `Input`, to which they belong then, every id is looked up. Rows of a prompt of
+    embeddings are given multiplied by ``given_scale``: 1 in models whose scale is part of their
+    input embeddings.
     """
 
     weight: TensorRef
@@ -93,6 +94,17 @@ class Input(Op):
     """``out[t]`` is the caller's row for token t (`StepBatch.embeds`); every row must be given."""
 
     out: Buffer
+
+
+@dataclass(frozen=True)
+class AddGiven(Op):
+    """``x[t] += given[start : start + x.width]`` in place, for rows that the caller gives.
+
+    Others stay as they are. Source: Meng et al. 2024 (DeepStack), section 3.
+    """
+
+    x: Buffer
+    start: int
 
 
 @dataclass(frozen=True)
@@ -405,6 +417,15 @@ class Plan:
     hidden: Buffer | None = None
     state_layers: tuple[StateLayer, ...] = ()
     """By number, what the recurrences keep of a request."""
+
+    @property
+    def given_width(self) -> int:
+        """Values of a row that the caller gives (`StepBatch.embeds`)."""
+        return max(
+            op.start + op.x.width if isinstance(op, AddGiven) else op.writes[0].width
+            for op in self.ops
+            if isinstance(op, Embed | Input | AddGiven)
+        )
 
     @property
     def lora_sites(self) -> dict[str, tuple[int, int]]:

@@ -229,6 +229,7 @@ def _rope(op: ir.Rope) -> str:
 
 def _attention(op: ir.Attention) -> str:
     mask = f"kv layer {op.layer}" if op.causal else "whole request"
+    mask = "its window" if op.windowed else mask
     if op.sliding_window is not None:
         mask += f", window {op.sliding_window}"
     if op.softcap is not None:
@@ -299,6 +300,7 @@ _FORMULAS: dict[type[Op], Callable[[Any], str]] = {
     ir.GatherRows: lambda op: f"{_name(op.x)}[logits_indices]",
     ir.Scale: lambda op: f"{_name(op.x)} * {op.factor:g}",
     ir.ScaleByWeight: lambda op: f"{_name(op.x)} * c",
+    ir.AddGiven: lambda op: f"{_name(op.x)} + given[{op.start}:{op.start + op.x.width}]",
     AddScaled: _add_scaled,
     MatchMagnitude: lambda op: f"{_name(op.x)} * |{_name(op.target)}| / |{_name(op.x)}|",
     KeepLargest: lambda op: f"max(0, {_name(op.x)} - mean - {op.deviations:g} std)",

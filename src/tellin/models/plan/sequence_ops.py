@@ -30,7 +30,8 @@ class Attention(Op):
     positions ``(p - sliding_window, p + sliding_window)`` of it; the request must be scheduled in
     one step, the cache is neither written nor read, and ``layer`` is -1. ``sinks``
     ``(num_heads,)``: one more score per head in the softmax's denominator, that of a position
-    without a value. Source of sinks: OpenAI 2025 (gpt-oss model card), section 2.
+    without a value. Source of sinks: OpenAI 2025 (gpt-oss model card), section 2. ``windowed``, if
+    not causal: a query sees its part of the request, which `StepBatch.window_starts` cuts.
     """
 
     q: Buffer
@@ -47,6 +48,7 @@ class Attention(Op):
     causal: bool = True
     sinks: TensorRef | None = None
     value_dim: int | None = None
+    windowed: bool = False
 
 
 @dataclass(frozen=True)
