@@ -20,7 +20,8 @@ const LinearKernels* avx512_linear_table();
 const LinearKernels* amx_linear_table();
 const LinearKernels* neon_linear_table();
 
-// What this processor and its operating system allow. The first call asks the latter for the use of AMX's tiles.
+// What this processor and its operating system allow. The first call asks the latter for the use of AMX's
+// tiles.
 struct CpuFeatures {
   bool avx2;     // AVX2, FMA, F16C, BMI2
   bool avxvnni;  // avx2 and AVX-VNNI
