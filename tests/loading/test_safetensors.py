@@ -181,5 +181,15 @@ def test_unlisted_tensor(tmp_path: Path) -> None:
 
 
 def test_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"has neither model\.safetensors nor"):
+    with pytest.raises(ModelNotFoundError, match=r"has neither model\.safetensors nor \S+\Z"):
+        open_safetensors(tmp_path, keep)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_pickled_weights_are_refused_with_the_way_to_convert_them(
+    tmp_path: Path, name: str
+) -> None:
+    """As in the folders of OPT."""
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ModelNotFoundError, match=r"is a pickle.*safetensors.*save_pretrained"):
         open_safetensors(tmp_path, keep)

@@ -404,5 +404,7 @@ def test_choose_files() -> None:
     split = ["m-Q4_0-00001-of-00002.gguf", "m-Q4_0-00002-of-00002.gguf", "m-f16.gguf"]
     assert hub.choose_files("o/m", split, "") == split[:2]
     assert hub.choose_files("o/m", split, "F16") == split[2:]
-    with pytest.raises(UnsupportedModelError, match="has neither"):
+    with pytest.raises(UnsupportedModelError, match=r"has neither.*is a pickle.*save_pretrained"):
         hub.choose_files("o/m", ["pytorch_model.bin", "config.json"], "")
+    with pytest.raises(UnsupportedModelError, match=r"has neither .*model\.safetensors\Z"):
+        hub.choose_files("o/m", ["x.bin", "config.json"], "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,43 @@ def sentencepiece(
 def tokenizer(folder: Path, metadata: dict[str, Any]) -> Tokenizer:
     """The tokenizer of a file with this metadata."""
     return load_tokenizer(write_gguf(folder / "vocabulary.gguf", metadata))
+
+
+MERGES = ("Ġ t", "h e", "Ġt he", "i n", "Ġ s", "Ġs e", "Ġse a")
+_OPT_SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
+
+
+def _token(text: str) -> dict[str, Any]:
+    return {
+        "__type": "AddedToken",
+        "content": text,
+        "lstrip": False,
+        "normalized": True,
+        "rstrip": False,
+        "single_word": False,
+    }
+
+
+OPT_CONFIG = {
+    "tokenizer_class": "GPT2Tokenizer",
+    "errors": "replace",
+    "add_prefix_space": False,
+    "add_bos_token": True,
+    "bos_token": _token("</s>"),
+    "eos_token": _token("</s>"),
+    "unk_token": _token("</s>"),
+    "pad_token": _token("<pad>"),
+}
+
+
+def write_bpe_files(folder: Path, config: dict[str, Any] | None, model_type: str = "opt") -> Path:
+    """A folder with ``vocab.json`` and ``merges.txt``; special tokens come first, GPT-2's last."""
+    tokens = [*_OPT_SPECIAL, *byte_tokens(), *(merge.replace(" ", "") for merge in MERGES)]
+    if model_type == "gpt2":
+        tokens = [*tokens[len(_OPT_SPECIAL) :], "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES, ""]))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder

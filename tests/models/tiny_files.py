@@ -55,7 +55,7 @@ _LAYER_NORMS_AFTER = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
-_PERMUTED = ("llama", "granite", "granitemoe", "smollm3")
+_PERMUTED = ("llama", "granite", "granitemoe", "internlm2", "smollm3")
 Arrays = dict[str, np.ndarray]
 
 
@@ -66,14 +66,17 @@ def write_tiny_gguf(
     *,
     joined_latents: bool = False,
     predictor: Arrays | None = None,
+    architecture: str | None = None,
 ) -> Path:
     """Case ``name``; matrices, but for the router, are stored as ``quant_type``.
 
     ``joined_latents``: what makes keys and values of latents is one matrix, as in files of 2024.
     ``predictor``: the last layer predicts a further token, and has these tensors as well.
+    ``architecture``: what the file calls it, if not the case's own.
     """
     hp = ALL_CASES[name]
-    architecture = {"mixtral": "llama", "olmo3": "olmo2"}.get(hp.architecture, hp.architecture)
+    own = {"mixtral": "llama", "olmo3": "olmo2"}.get(hp.architecture, hp.architecture)
+    architecture = architecture or own
     arrays = tiny_arrays(name)
     if architecture in _PERMUTED:
         arrays = {key: _permuted(key, values, hp) for key, values in arrays.items()}

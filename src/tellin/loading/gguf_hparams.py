@@ -17,6 +17,13 @@ from dataclasses import replace
 import numpy as np
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.classic_hparams import (
+    CLASSICS,
+    GGUF_ACTIVATIONS,
+    WITH_RMS_NORMS,
+    WITHOUT_GGUF,
+    with_classic_metadata,
+)
 from tellin.loading.decoder_hparams import LAYER_NORM, with_own_metadata
 from tellin.loading.encoder_hparams import GGUF_ENCODERS, encoder_from_gguf
 from tellin.loading.gated_delta import linear_attention_from_gguf
@@ -42,6 +49,7 @@ from tellin.loading.mrope import seeing_from_gguf
 from tellin.loading.tensors import ModelHParams, QuantType, RopeScaling, TensorRef
 from tellin.loading.typed_mapping import TypedMapping
 
+_NO_GGUF = ("bamba", "gte", *WITHOUT_GGUF)
 _GELU_TANH = frozenset(GEMMA_FAMILY)
 _SOFTCAP_DEFAULTS = {"gemma2": (50.0, 30.0)}
 _SLIDING_PATTERN_DEFAULTS = {
@@ -59,6 +67,7 @@ _INTERLEAVED = (
     "granite",
     "granitehybrid",
     "granitemoe",
+    "internlm2",
     "llama",
     "mistral",
     "mistral3",
@@ -89,7 +98,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
         ModelLoadError: a key is missing or has an impossible value.
     """
     architecture = metadata.get_str("general.architecture")
-    known = [name for name in SUPPORTED_ARCHITECTURES if name not in ("bamba", "gte")]
+    known = [name for name in SUPPORTED_ARCHITECTURES if name not in _NO_GGUF]
     if architecture not in known:
         raise unsupported_architecture(metadata.path, "general.architecture", architecture, known)
     if architecture == "gemma3n":
@@ -105,6 +114,7 @@ def hparams_from_gguf(metadata: TypedMapping, tensors: Mapping[str, TensorRef]) 
     else:
         hparams = reader.with_experts(reader.decoder())
     hparams = with_own_metadata(metadata, hparams)
+    hparams = with_classic_metadata(metadata, hparams, tensors)
     hparams = with_recurrent_metadata(metadata, hparams)
     hparams = linear_attention_from_gguf(metadata, hparams)
     hparams = seeing_from_gguf(metadata, hparams)
@@ -255,7 +265,8 @@ class _Reader:
         return self._float(key, 1.0) or 1.0
 
     def _norm_eps(self) -> float:
-        if self.architecture in LAYER_NORM:
+        is_classic = self.architecture in CLASSICS and self.architecture not in WITH_RMS_NORMS
+        if is_classic or self.architecture in LAYER_NORM:
             return self._float("attention.layer_norm_epsilon")
         if self.architecture not in ("nemotron_h", "nemotron_h_moe"):
             return self._float("attention.layer_norm_rms_epsilon")
@@ -273,10 +284,12 @@ class _Reader:
     def _activation(self) -> str:
         if self.architecture in _GELU_TANH:
             return "gelu_tanh"
+        if self.architecture in GGUF_ACTIVATIONS:
+            return GGUF_ACTIVATIONS[self.architecture]
         return "swiglu_oai" if self.architecture == "gpt-oss" else "silu"
 
     def _refuse_variants(self) -> None:
-        if not self._bool("use_parallel_residual", False):
+        if self.architecture in CLASSICS or not self._bool("use_parallel_residual", False):
             return
         raise UnsupportedModelError(
             f"{self.path}: parallel residuals ({self.architecture}.use_parallel_residual) are not "

@@ -13,6 +13,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.classic_hparams import (
+    CLASSIC_DEFAULTS,
+    CLASSIC_MODEL_TYPES,
+    CLASSICS,
+    classic_config,
+    with_classic_config,
+)
 from tellin.loading.decoder_hparams import DECODER_MODEL_TYPES, plain_config, with_own_config
 from tellin.loading.encoder_hparams import (
     ENCODER_MODEL_TYPES,
@@ -94,6 +101,7 @@ _ARCHITECTURES = {
     "smollm3": "smollm3",
     "xlm-roberta": "bert",
     **DECODER_MODEL_TYPES,
+    **CLASSIC_MODEL_TYPES,
     **ENCODER_MODEL_TYPES,
     **HYBRID_MODEL_TYPES,
     **dict.fromkeys(LATENT_MODEL_TYPES, "deepseek2"),
@@ -112,6 +120,7 @@ _TEXT_PARTS: dict[str, tuple[str, float]] = {
 }
 """Models that see: ``model_type`` of their text model, its ``rope_theta``."""
 
+_ALL_DEFAULTS = DEFAULTS | CLASSIC_DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -133,6 +142,7 @@ _WITHOUT_WINDOW = (
     "falcon-h1", "gemma", "glm4", "glm4moe", "hunyuan-dense", "hunyuan-moe", "lfm2", "lfm2moe",
     "llama", "mamba2", "minimax-m2", "nemotron_h", "nemotron_h_moe", "olmo2", "olmoe", "seed_oss",
     "smollm3", *GATED_DELTA, *GRANITE_FAMILY,
+    *(name for name in CLASSICS if name != "starcoder2"),
 )  # fmt: skip
 _SLIDING_PATTERNS = {
     "cohere2": 4, "exaone4": 4, "gemma-embedding": 6, "gemma2": 2, "gemma3": 6, "olmo3": 4,
@@ -170,12 +180,13 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
     if architecture == "gemma3" and config.get_bool("use_bidirectional_attention", False):
         architecture = "gemma-embedding"
     merged = {
-        **(DEFAULTS | HYBRID_DEFAULTS | GATED_DELTA_DEFAULTS).get(architecture, {}),
+        **_ALL_DEFAULTS.get(architecture, {}),
         **LATENT_DEFAULTS.get(model_type, {}),
         **{k: v for k, v in config.items() if v is not None},
     }
     config = renamed_config(TypedMapping(config.path, merged), architecture)
     config = plain_config(config, architecture)
+    config = classic_config(config, architecture)
     if architecture in ENCODERS:
         return check_hparams(config.path, encoder_from_config(config, architecture), config)
     reader = _Reader(config, architecture)
@@ -183,7 +194,7 @@ def hparams_from_config(config: TypedMapping) -> ModelHParams:
         hparams = latents_from_config(reader.decoder(), config)
     else:
         hparams = reader.with_experts(reader.decoder())
-    hparams = with_own_config(config, hparams)
+    hparams = with_own_config(config, with_classic_config(config, hparams))
     hparams = with_recurrent_config(config, hparams)
     hparams = linear_attention_from_config(config, hparams)
     hparams = seeing_from_config(whole, hparams)

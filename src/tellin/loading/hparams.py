@@ -28,6 +28,7 @@ SUPPORTED_ARCHITECTURES = (
     "ernie4_5",
     "ernie4_5-moe",
     "exaone4",
+    "falcon",
     "falcon-h1",
     "gemma",
     "gemma-embedding",
@@ -38,12 +39,17 @@ SUPPORTED_ARCHITECTURES = (
     "glm4",
     "glm4moe",
     "gpt-oss",
+    "gpt2",
+    "gptj",
+    "gptneox",
     "granite",
     "granitehybrid",
     "granitemoe",
     "gte",
     "hunyuan-dense",
     "hunyuan-moe",
+    "internlm2",
+    "internlm3",
     "lfm2",
     "lfm2moe",
     "llama",
@@ -53,12 +59,15 @@ SUPPORTED_ARCHITECTURES = (
     "mistral3",
     "mixtral",
     "modern-bert",
+    "nemotron",
     "nemotron_h",
     "nemotron_h_moe",
     "nomic-bert",
     "olmo2",
     "olmo3",
     "olmoe",
+    "opt",
+    "phi2",
     "phi3",
     "qwen2",
     "qwen2moe",
@@ -72,6 +81,9 @@ SUPPORTED_ARCHITECTURES = (
     "qwen3vlmoe",
     "seed_oss",
     "smollm3",
+    "stablelm",
+    "starcoder",
+    "starcoder2",
 )
 """Names as users know them; GGUF files of Mistral and Mixtral models call themselves llama."""
 
@@ -124,11 +136,20 @@ SIGMOID_EXPERTS = ("dots1", "glm4moe", "lfm2moe", "minimax-m2", "nemotron_h_moe"
 """Mixtures that score experts by the sigmoid of their logits."""
 WITH_LATENTS = ("deepseek2",)
 """Families with multi-head latent attention."""
-NEIGHBOUR_PAIRS = ("cohere2", "command-r", "deepseek2", "ernie4_5", "ernie4_5-moe", "glm4")
+NEIGHBOUR_PAIRS = (
+    "cohere2",
+    "command-r",
+    "deepseek2",
+    "ernie4_5",
+    "ernie4_5-moe",
+    "glm4",
+    "gptj",
+)
 """Families whose checkpoints, not GGUF files alone, have rotated pairs side by side."""
 MAX_EXPERTS = 1024
 MAX_EXPERTS_PER_TOKEN = 32
 
+_WITH_ALIBI = ("bloom", "mpt")
 MAX_LAYERS = 4096
 MAX_SIZE = 1 << 24
 """Far beyond any model, small enough that products of two sizes stay exact everywhere."""
@@ -141,8 +162,9 @@ def unsupported_architecture(
     path: Path, key: str, name: str, supported: Iterable[str]
 ) -> UnsupportedModelError:
     """The error of a file that calls its architecture ``name`` under ``key``."""
+    why = ": it has ALiBi positions" if name in _WITH_ALIBI else ""
     return UnsupportedModelError(
-        f"{path}: architecture {name!r} ({key}) is not supported; "
+        f"{path}: architecture {name!r} ({key}) is not supported{why}; "
         f"supported are {', '.join(sorted(supported))}"
     )
 
@@ -239,6 +261,8 @@ def check_hparams(
     check.range("num_hidden_layers", hparams.num_hidden_layers, 1, MAX_LAYERS)
     check.range("max_position_embeddings", hparams.max_position_embeddings, 1, _MAX_CONTEXT)
     _check_heads(check, hparams)
+    if hparams.embedding_size is not None:
+        check.range("embedding_size", hparams.embedding_size, 1, MAX_SIZE)
     check.range("num_streams", hparams.num_streams, 1, 16)
     check.range("per_layer_input_size", hparams.per_layer_input_size, 0, MAX_SIZE)
     if hparams.num_experts:

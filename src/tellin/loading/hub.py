@@ -20,11 +20,13 @@ from tellin.exceptions import (
     UnsupportedModelError,
 )
 from tellin.loading.pip_download import ProgressCallback
+from tellin.loading.safetensors import PICKLE_HINT
 from tellin.loading.store_files import store_errors
 
 _FOLDER_FILES = re.compile(
     r"[^/]+\.(json|jinja|model|txt)\Z|model[^/]*\.safetensors\Z|1_Pooling/config\.json\Z"
 )
+_PICKLED = re.compile(r"pytorch_model[^/]*\.bin")
 _PART = re.compile(r"-\d{5}-of-\d{5}\Z")
 _DEFAULT_TAGS = ("Q4_K_M", "Q4_1", "Q4_0", "Q8_0")
 """Which GGUF of a repository is taken if none is named; the first that exists."""
@@ -77,6 +79,7 @@ def choose_files(name: str, files: list[str], tag: str) -> list[str]:
     if not models:
         raise UnsupportedModelError(
             f"{name}: has neither a GGUF file nor config.json with model.safetensors"
+            f"{PICKLE_HINT if any(map(_PICKLED.fullmatch, files)) else ''}"
         )
     if len(models) == 1 and not tag:
         return next(iter(models.values()))

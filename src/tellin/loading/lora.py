@@ -155,7 +155,9 @@ class _Reader:
         if config.get_str("bias", "none") != "none":
             self.reasons.append(f"bias={config.get_str('bias')!r} is not supported")
         for key, what in _UNSUPPORTED_FLAGS.items():
-            if config.get(key):
+            # Of GPT-2 it is true: not of the adapter, whose matrices are as any other's.
+            is_usual = key == "fan_in_fan_out" and self.hparams.architecture == "gpt2"
+            if config.get(key) and not is_usual:
                 given = str(config.get(key))
                 self.reasons.append(f"{key} ({what}) is not supported (it is {given:.40})")
         start = config.get("init_lora_weights")

@@ -22,6 +22,12 @@ from tellin.loading.json_file import is_file, read_file, read_optional_json_obje
 from tellin.loading.pooling import pooler_from_folder, pooler_from_gguf
 from tellin.loading.templates import templates_from_folder, templates_from_gguf
 from tellin.loading.tensors import ModelHParams
+from tellin.loading.tokenizer_files import (
+    has_bpe_files,
+    read_vocab,
+    token_text,
+    tokenizer_config_of,
+)
 from tellin.loading.typed_mapping import TypedMapping
 
 ENCODER_ARCHITECTURES = ("bert", "gemma-embedding", *ROTARY_ENCODERS)
@@ -86,7 +92,8 @@ class ModelMetadata:
 
     @property
     def hidden_size(self) -> int:
-        return self.hparams.hidden_size
+        """Width of the token embedding, and of the final hidden states."""
+        return self.hparams.state_size
 
     @property
     def num_hidden_layers(self) -> int:
@@ -159,8 +166,8 @@ def metadata_from_folder(folder: Path, hparams: ModelHParams, num_bytes: int) ->
     none = TypedMapping(folder, {})
     config = read_optional_json_object(folder / "config.json") or none
     generation = read_optional_json_object(folder / "generation_config.json") or none
-    tokenizer_config = read_optional_json_object(folder / "tokenizer_config.json") or none
-    inventory = _TokenInventory.read(folder / "tokenizer.json")
+    tokenizer_config = tokenizer_config_of(folder)
+    inventory = _TokenInventory.read(folder)
     text = config.get_mapping("text_config") if config.has("text_config") else none
     eos = [
         *inventory.find(token_text(tokenizer_config, "eos_token")),
@@ -206,13 +213,17 @@ class _TokenizerFile(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _TokenInventory:
-    """How many tokens a ``tokenizer.json`` has, and the ids of the added ones."""
+    """How many tokens a folder's tokenizer has, and the ids of those that may be special."""
 
     size: int
     added: Mapping[str, int]
 
     @classmethod
-    def read(cls, path: Path) -> _TokenInventory:
+    def read(cls, folder: Path) -> _TokenInventory:
+        if has_bpe_files(folder):
+            ids = read_vocab(folder)
+            return cls(max(ids.values()) + 1, ids)
+        path = folder / "tokenizer.json"
         if not is_file(path):
             return cls(0, {})
         file = _read_tokenizer(path)
@@ -245,16 +256,6 @@ def find_token(path: Path, text: str) -> int | None:
         vocab = {token: number for number, (token, _) in enumerate(vocab)}
     added = {token.content: token.id for token in file.added_tokens}
     return added.get(text, vocab.get(text))
-
-
-def token_text(config: TypedMapping, key: str) -> str | None:
-    """A special token's text: a string, or an object with ``content``."""
-    if not config.has(key):
-        return None
-    value = config[key]
-    if isinstance(value, dict):
-        return config.get_mapping(key).get_str("content")
-    return config.get_str(key)
 
 
 def _ids(config: TypedMapping, key: str, vocab_size: int) -> list[int]:

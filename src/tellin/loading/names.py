@@ -32,6 +32,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from tellin.exceptions import ModelLoadError
+from tellin.loading.classic_names import (
+    HF_MASK,
+    classic_gguf_layer_names,
+    classic_hf_name,
+    classic_hf_tensors,
+    grouped_order,
+    grouped_parts,
+)
 from tellin.loading.decoder_names import decoder_hf_name, decoder_tensor
 from tellin.loading.encoder_hparams import ROTARY_ENCODERS
 from tellin.loading.encoder_names import encoder_gguf_layer_names, encoder_hf_name
@@ -170,7 +178,7 @@ _HF_GEMMA4 = (
 _HF_PREFIX = re.compile(
     r"(model\.(language_model|text_model)\.|language_model\.(model\.)?|model\.|bert\.|roberta\.)"
 )
-_HF_CONSTANT = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z")
+_HF_CONSTANT = re.compile(rf"(.*\.)?(rotary_emb\.inv_freq|position_ids|masked_bias)\Z|{HF_MASK}")
 """Constants that old checkpoints store."""
 _HF_VISION = re.compile(
     r"(model\.)?(visual|vision_tower|multi_modal_projector|vision_model|connector)\."
@@ -250,6 +258,7 @@ def canonical_from_gguf(
     """
     architecture = hparams.architecture
     layer_names = _GGUF_LAYER | GGUF_RECURRENT | GGUF_PREDICTOR
+    layer_names |= classic_gguf_layer_names(architecture, tensors)
     global_names = dict(_GGUF_GLOBAL)
     if architecture in ("lfm2", "lfm2moe"):
         global_names["token_embd_norm"] = "norm"  # what its converter has called it
@@ -305,7 +314,8 @@ def canonical_from_hf(
     def rename(name: str) -> str | None:
         return None if is_dropped_hf_name(name) else canonical_hf_name(hparams.architecture, name)
 
-    return _canonical(path, hparams, tensors, rename, of_predictor)
+    own = classic_hf_tensors(path, hparams.architecture, tensors.values())
+    return _canonical(path, hparams, {t.name: t for t in own}, rename, of_predictor)
 
 
 def canonical_hf_name(architecture: str, name: str) -> str:
@@ -313,6 +323,7 @@ def canonical_hf_name(architecture: str, name: str) -> str:
     name = _HF_PREFIX.sub("", name, count=1) if _HF_PREFIX.match(name) else name
     name = decoder_hf_name(architecture, hybrid_hf_name(architecture, name))
     name = encoder_hf_name(architecture, name)
+    name = classic_hf_name(architecture, name)
     if architecture == "bert":
         for pattern, replacement in _HF_BERT:
             name = pattern.sub(replacement, name)
@@ -457,12 +468,13 @@ def fused_order(hparams: ModelHParams, layer: str) -> Order | None:
 
     None where they do so in the file.
     """
-    return gated_delta_order(hparams, layer)
+    order = gated_delta_order(hparams, layer)
+    return grouped_order(hparams, layer) if order is None else order
 
 
 def fused_parts(hparams: ModelHParams, layer: str) -> list[tuple[str, int]]:
     """Name and rows of each linear layer that a fused one consists of; none if it is not fused."""
-    mixed = gated_delta_parts(hparams, layer)
+    mixed = gated_delta_parts(hparams, layer) or grouped_parts(hparams, layer)
     if mixed:
         return mixed
     prefix, _, name = layer.rpartition(".")

@@ -14,6 +14,7 @@ import msgspec
 
 from tellin.config import PoolerConfig
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
+from tellin.loading.classic_hparams import CLASSIC_CLASSIFIERS
 from tellin.loading.json_file import is_file, read_file, read_optional_json_object
 from tellin.loading.typed_mapping import TypedMapping
 
@@ -52,6 +53,7 @@ _CLASSIFIERS = {
     "Qwen3": "LAST",
     "Qwen3Next": "LAST",
     "Qwen3_5Text": "LAST",
+    **dict.fromkeys(CLASSIC_CLASSIFIERS, "LAST"),
 }
 """Token whose state a classifier of a family judges; of ModernBERT its configuration says which."""
 _ACTIVATIONS = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}

@@ -77,6 +77,8 @@ class PreTokenizer:
     """Normalise to Unicode NFC first."""
     ignore_merges: bool = False
     """A whole piece that is a token is taken as it is."""
+    falcon: bool = False
+    """Cut at punctuation first, and threes of digits out of bytes at last."""
     add_bos: bool = False
     """Default where the file does not say."""
 
@@ -88,6 +90,8 @@ class PreTokenizer:
     def build(self) -> pre_tokenizers.PreTokenizer:
         from tokenizers import Regex, pre_tokenizers
 
+        if self.falcon:
+            return _build_falcon()
         steps: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns
         ]
@@ -95,6 +99,20 @@ class PreTokenizer:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=self.gpt2_words))
         return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
+
+
+def _build_falcon() -> pre_tokenizers.PreTokenizer:
+    """Digits are cut after bytes have become letters, of which some count as digits: as trained."""
+    from tokenizers import Regex, pre_tokenizers
+
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Punctuation("contiguous"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            pre_tokenizers.Digits(individual_digits=False),
+            pre_tokenizers.Split(Regex("[0-9]{3}"), "isolated"),
+        ]
+    )
 
 
 _GPT2 = PreTokenizer(gpt2_words=True)
@@ -109,6 +127,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "gpt2": _GPT2,
     "gpt-2": _GPT2,
     "exaone4": _GPT2,
+    "phi-2": _GPT2,
     "jais": _GPT2,
     "modern-bert": _GPT2_NFC,
     "mpt": _GPT2_NFC,
@@ -127,8 +146,10 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "chatglm-bpe": PreTokenizer((_LLAMA3,)),
     "glm4": PreTokenizer((_LLAMA3,), ignore_merges=True),
     "smaug-bpe": PreTokenizer((_LLAMA3,)),
+    "falcon": PreTokenizer(falcon=True),
     "qwen2": PreTokenizer((_QWEN2,), nfc=True),
     "hunyuan": PreTokenizer((_QWEN2,), nfc=True),
+    "stablelm2": PreTokenizer((_QWEN2,), nfc=True),
     "qwen35": PreTokenizer((_QWEN35,), nfc=True),
     "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),

@@ -26,6 +26,11 @@ from tellin.loading.tensors import QuantType, TensorRef
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 
+PICKLE_HINT = (
+    "; pytorch_model.bin is a pickle, which can run code and is not read: save it as safetensors, "
+    "for example with transformers: AutoModelForCausalLM.from_pretrained(FOLDER)"
+    ".save_pretrained(FOLDER)"
+)
 _MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 _DTYPES = {"F32": QuantType.F32, "F16": QuantType.F16, "BF16": QuantType.BF16}
@@ -165,7 +170,10 @@ def open_safetensors(
     if is_file(folder / SINGLE_NAME):
         return [SafetensorsFile(folder / SINGLE_NAME, is_dropped, with_raw)]
     if not is_file(index_path):
-        raise ModelNotFoundError(f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}")
+        pickled = any(folder.glob("pytorch_model*.bin"))
+        raise ModelNotFoundError(
+            f"{folder}: has neither {SINGLE_NAME} nor {INDEX_NAME}{PICKLE_HINT if pickled else ''}"
+        )
     weight_map = read_json_object(index_path).get_mapping("weight_map")
     shard_of: dict[str, str] = {name: weight_map.get_str(name) for name in weight_map}
     files: list[SafetensorsFile] = []

@@ -296,6 +296,12 @@ class ModelHParams:
     expert_top_groups: int = 1
     classifier_act: str = "tanh"
     """Of an encoder's classifier, behind its dense layer: tanh, or as ``hidden_act``."""
+    embedding_size: int | None = None
+    """Width of the token embedding where it may differ (OPT); None = hidden_size."""
+    parallel_residual: bool = False
+    """Attention and MLP both read the layer's input, and their sum is added to it (GPT-J)."""
+    has_norms_after: bool = False
+    """Norms of the sums after attention and MLP instead of before these (OPT 350M)."""
     mrope_section: tuple[int, ...] = ()
     """Frequencies that turn by time, height and width, interleaved (Qwen3.5); empty: no such."""
     query_temperature: tuple[float, int] | None = None
@@ -304,3 +310,8 @@ class ModelHParams:
     """Those of time come first, then those of height, then those of width (Qwen2-VL)."""
     deepstack_layers: int = 0
     """So many layers have a row of each picture's position added to what they make (Qwen3-VL)."""
+
+    @property
+    def state_size(self) -> int:
+        """Width of the token embedding, and of the final hidden states."""
+        return self.embedding_size or self.hidden_size

@@ -13,13 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from tellin.exceptions import InvalidParameterError, ModelLoadError, UnsupportedFeatureError
+from tellin.exceptions import (
+    InvalidParameterError,
+    LoadError,
+    ModelLoadError,
+    UnsupportedFeatureError,
+)
 from tellin.loading.gguf_tokenizer import SPACE, build_backend
 from tellin.loading.gguf_vocab import GGUFVocabulary
-from tellin.loading.json_file import is_file, read_optional_json_object
-from tellin.loading.model_metadata import token_text
 from tellin.loading.templates import templates_from_folder, templates_from_gguf
 from tellin.loading.token_bytes import TOKEN_BYTES, decoder_kind
+from tellin.loading.tokenizer_files import backend_of_folder, token_text, tokenizer_config_of
 from tellin.loading.typed_mapping import TypedMapping
 
 if TYPE_CHECKING:
@@ -339,26 +343,26 @@ def tokenizer_from_gguf(metadata: TypedMapping) -> Tokenizer:
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """Build the tokenizer of a Hugging Face folder from its ``tokenizer.json``.
+    """Build the tokenizer of a Hugging Face folder from its ``tokenizer.json``, or from the older
+    ``vocab.json`` and ``merges.txt``.
 
     Raises: as `load_tokenizer`.
     """
-    import tokenizers
-
-    path = folder / "tokenizer.json"
-    if not is_file(path):
-        raise ModelLoadError(f"{folder}: has no tokenizer.json")
+    config = tokenizer_config_of(folder)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        backend = backend_of_folder(folder, config)
         ids = backend.encode("a").ids  # some faults show only here
         dropout = getattr(backend.model, "dropout", None)
     except BaseException as error:
-        if not _is_failure(error):
+        if not _is_failure(error) or isinstance(error, LoadError):
             raise
-        raise ModelLoadError(f"{path}: is not a usable tokenizer file: {error}") from None
+        raise ModelLoadError(
+            f"{folder / 'tokenizer.json'}: is not a usable tokenizer file: {error}"
+        ) from None
     if dropout:
-        raise ModelLoadError(f"{path}: 'dropout' is {dropout:g}: token ids would be random")
-    config = read_optional_json_object(folder / "tokenizer_config.json") or TypedMapping(folder, {})
+        raise ModelLoadError(
+            f"{folder / 'tokenizer.json'}: 'dropout' is {dropout:g}: token ids would be random"
+        )
     _declare_added_tokens(backend, config)
 
     def token_id(key: str) -> int | None:

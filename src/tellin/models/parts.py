@@ -38,6 +38,13 @@ def gated_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     return b.linear(b.act_mul(gate, up), f"{name}.down_proj", bias=bias)
 
 
+def plain_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
+    """``down(act(up(x)))``. Source: Vaswani et al. 2017, section 3.3."""
+    bias = True if b.hparams.mlp_bias else None
+    up = b.linear(x, f"{name}.up_proj", bias=bias)
+    return b.linear(b.activation(up), f"{name}.down_proj", bias=bias)
+
+
 def squared_relu_mlp(b: PlanBuilder, x: Buffer, name: str) -> Buffer:
     """``down(relu(up(x))^2)``. Source: So et al. 2021 (Primer), section 4."""
     bias = True if b.hparams.mlp_bias else None

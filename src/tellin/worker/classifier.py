@@ -125,7 +125,7 @@ def open_classifier(path: Path, config: PoolerConfig) -> ClassifierHead:
     from tellin import loading
 
     with loading.open_model(path) as source:
-        width, num_labels = source.hparams.hidden_size, config.num_labels
+        width, num_labels = source.hparams.state_size, config.num_labels
         dense = norm = None
         if source.metadata.is_encoder:
             found = [name for name in _DENSE if f"{name}.weight" in source.tensors]

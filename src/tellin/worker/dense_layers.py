@@ -48,7 +48,7 @@ def open_dense_layers(path: Path, embedding_size: int) -> DenseLayers:
     with loading.open_model(path) as source:
         modules, files = dense_modules(source)
         try:
-            width = source.hparams.hidden_size
+            width = source.hparams.state_size
             for module in modules:
                 rows = module.weight.shape[0]
                 has_bias = module.bias is not None and module.bias.shape != (rows,)
