@@ -241,9 +241,9 @@ def test_pooler_config_may_change_the_activation_only(tmp_path: Path) -> None:
             "torch.nn.Tanh",
         ),
         (
-            {"architectures": ["GPTJForSequenceClassification"]},
+            {"architectures": ["MptForSequenceClassification"]},
             UnsupportedModelError,
-            "GPTJForSequenceClassification",
+            "MptForSequenceClassification",
         ),
     ],
 )

@@ -20,7 +20,8 @@ from tellin.exceptions import (
 )
 from tellin.loading.gguf_vocab import GGUFVocabulary
 from tellin.loading.pretokenizers import PRE_TOKENIZERS
-from tellin.loading.tokenizer import Tokenizer, _byte_level_bytes, load_tokenizer
+from tellin.loading.token_bytes import _byte_level_bytes
+from tellin.loading.tokenizer import Tokenizer, load_tokenizer
 from tellin.loading.typed_mapping import TypedMapping
 from tests.loading.corpus import TEXTS, golden
 from tests.loading.gguf_writer import write_gguf

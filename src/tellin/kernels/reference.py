@@ -344,10 +344,11 @@ class ReferenceBackend:
                 t = int(tokens[row])
                 end = int(batch.positions[t]) + 1 if op.causal else stop - start
                 begin, window = 0, op.sliding_window
-                if window is not None and op.causal:
-                    begin = max(0, end - window)  # whatever it sees behind itself
-                if op.causal and batch.seen_ends is not None:
-                    end = int(batch.seen_ends[t])
+                if op.causal:
+                    if window is not None:
+                        begin = max(0, end - window)  # whatever it sees behind itself
+                    if batch.seen_ends is not None:
+                        end = int(batch.seen_ends[t])
                 elif window is not None:
                     begin = max(0, t - start - window + 1)
                     end = min(end, t - start + window)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 
-_STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*+"'
-_SCALAR = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?+(?:[eE][+-]?[0-9]++)?+|true|false|null"
+# Groups are not possessive: Python before 3.11.5 does not go back behind one that fails half-way.
+_STRING = r'"[^"\\\x00-\x1f]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\\x00-\x1f]*+)*"'
+_SCALAR = r"-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?|true|false|null"
 _TOKEN = re.compile(rf"[ \t\n\r]*+({_STRING}|{_SCALAR}|[{{}}\[\],:])")
 _CLOSING = {"{": "}", "[": "]"}
 _SINGLE = frozenset("{}[],:")
