@@ -128,7 +128,10 @@ nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> quantize_rows(const std::string& is
 
 std::vector<std::string> variant_names() {
   std::vector<std::string> names;
-  for (int i = 0; i < num_linear_variants(); ++i) names.emplace_back(linear_variant(i)->isa);
+  for (int i = 0; i < num_linear_variants(); ++i) {
+    const char* isa = linear_variant(i)->isa;
+    if (linear_kernels(isa) != nullptr) names.emplace_back(isa);
+  }
   return names;
 }
 

@@ -111,6 +111,7 @@ class BoundProgram {
     return program.add_weight(tensor, act_precision_named(precision));
   }
   int share_weight(BoundProgram& owner, int id) {
+    const nb::gil_scoped_release release;  // the owner may be in a step
     const std::lock_guard<std::mutex> lock(owner.mutex);
     return program.share_weight(owner.program, id);
   }

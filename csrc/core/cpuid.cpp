@@ -27,19 +27,6 @@ bool bit(uint32_t word, int index) {
   return (word >> index) & 1;
 }
 
-// Whether threads of this process may use tiles: Linux wants to be asked, for their state is large. It
-// refuses, for one, where a thread's stack for signals has no room for it.
-[[maybe_unused]] bool ask_for_tiles() {
-#ifdef TELLIN_EMULATE_TILES
-  return true;
-#elif defined(__linux__)
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-#else
-  return false;
-#endif
-}
-
 }  // namespace
 #endif
 
@@ -59,14 +46,12 @@ CpuFeatures find_features() {
   features.avx2 = (xcr0 & 0x06) == 0x06 && fma && f16c && bit(b, 5) && bit(b, 8);
   const bool avx512 = bit(b, 16) && bit(b, 17) && bit(b, 30) && bit(b, 31) && bit(c, 11);
   const uint32_t max_subleaf = a;
-#ifdef TELLIN_EMULATE_TILES
-  const bool tiles = true;
-#else
-  const bool tiles = bit(d, 24) && bit(d, 25) && (xcr0 & 0x60000) == 0x60000;
-#endif
+  [[maybe_unused]] const bool tiles = bit(d, 24) && bit(d, 25) && (xcr0 & 0x60000) == 0x60000;
   features.avx512 = features.avx2 && (xcr0 & 0xe6) == 0xe6 && avx512;
-#ifdef TELLIN_HAVE_AMX
-  features.amx = features.avx512 && tiles && ask_for_tiles();
+#ifdef TELLIN_EMULATE_TILES
+  features.amx = features.avx512;
+#else
+  features.amx = features.avx512 && tiles;
 #endif
   if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
     features.avxvnni = features.avx2 && bit(a, 4);
@@ -83,6 +68,18 @@ CpuFeatures find_features() {
 const CpuFeatures& cpu_features() {
   static const CpuFeatures features = find_features();
   return features;
+}
+
+bool may_use_tiles() {
+#ifdef TELLIN_EMULATE_TILES
+  return true;
+#elif defined(__x86_64__) && defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool may = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return may;
+#else
+  return false;
+#endif
 }
 
 }  // namespace tellin

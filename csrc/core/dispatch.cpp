@@ -51,9 +51,10 @@ const Variants& variants() {
 
 const LinearKernels* linear_kernels(const char* isa) {
   const Variants& all = variants();
-  if (isa == nullptr) return &all.tables[0];
   for (int i = 0; i < all.count; ++i) {
-    if (std::strcmp(all.tables[i].isa, isa) == 0) return &all.tables[i];
+    const LinearKernels& table = all.tables[i];
+    if (isa != nullptr && std::strcmp(table.isa, isa) != 0) continue;
+    if (std::strcmp(table.isa, "amx") != 0 || may_use_tiles()) return &table;
   }
   return nullptr;
 }

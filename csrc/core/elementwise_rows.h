@@ -6,7 +6,7 @@
 
 namespace tellin {
 
-// What grows with the position, rounded once.
+// 1 + beta * ln(1 + position / length), of whole lengths, rounded once.
 inline float position_factor(int64_t position, float beta, int64_t length) {
   const auto periods = static_cast<double>(position / length);
   return static_cast<float>(1.0 + static_cast<double>(beta) * std::log(1.0 + periods));

@@ -20,8 +20,7 @@ const LinearKernels* avx512_linear_table();
 const LinearKernels* amx_linear_table();
 const LinearKernels* neon_linear_table();
 
-// What this processor and its operating system allow. The first call asks the latter for the use of AMX's
-// tiles.
+// What this processor has and its operating system saves.
 struct CpuFeatures {
   bool avx2;     // AVX2, FMA, F16C, BMI2
   bool avxvnni;  // avx2 and AVX-VNNI
@@ -30,5 +29,10 @@ struct CpuFeatures {
   bool neon;     // Advanced SIMD with dot products
 };
 const CpuFeatures& cpu_features();
+
+// Asks Linux for the use of tiles by all threads of this process, once, when they are to be used: it cannot
+// be taken back, and makes threads' stacks for signals larger. Refused, for one, where such a stack has no
+// room.
+bool may_use_tiles();
 
 }  // namespace tellin

@@ -1,6 +1,7 @@
 // Lowering of plan operations to stages: row operations join the running chain, linear layers and attention
 // are stages of their own.
 #include <algorithm>
+#include <cstdint>
 
 #include "linear_stage.h"
 #include "program_state.h"
@@ -277,7 +278,7 @@ void Program::add_given(int x, int64_t start) {
   RowOp op = make(RowOp::Kind::kAddGiven);
   op.x = &state_->buffer(x);
   require_tokens(*op.x);
-  require(start >= 0, "add_given: start must not be negative");
+  require(start >= 0 && start <= INT32_MAX, "add_given: start must be in [0, 2^31)");
   op.start = start;
   state_->given_width = std::max(state_->given_width, start + op.x->width);
   state_->append(op, *op.x);

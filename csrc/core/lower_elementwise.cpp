@@ -11,6 +11,7 @@ void Program::scale_by_position(int x, float beta, int64_t length) {
   require(length >= 1, "scale_by_position: the length must be positive");
   op.factor = beta;
   op.group = length;
+  state_->attends_logit_rows |= op.x->rows == RowKind::kLogits;
   state_->append(op, *op.x);
 }
 

@@ -161,7 +161,8 @@ int Program::share_weight(const Program& owner, int id) {
   require(!state_->finalized, "the program is final");
   require(id >= 0 && id < owner.num_weights(), "weight id " + std::to_string(id) + " is out of range");
   const Weight& packed = *owner.weights_[static_cast<size_t>(id)];
-  require(packed.packed_rows == packed.packed.n, "a weight can be shared once it is packed");
+  require(packed.packed_rows == packed.packed.n && !packed.is_shared,
+          "a weight can be shared by the program that has packed it");
   require(state_->kernels.linear == owner.state_->kernels.linear,
           "weights are shared by programs of the same instruction set");
   auto weight = std::make_unique<Weight>(packed);

@@ -117,6 +117,7 @@ void Program::check_step(const StepInput& in) const {
 
 void Program::check_seen_ends(const StepInput& in) const {
   if (in.seen_ends == nullptr) return;
+  require(state_->has_causal_attention, "seen_ends: the plan has no causal attention");
   for (int64_t r = 0; r < in.num_requests; ++r) {
     for (int64_t t = in.query_start_loc[r]; t < in.query_start_loc[r + 1]; ++t) {
       require(in.seen_ends[t] > in.positions[t] && in.seen_ends[t] <= in.seq_lens[r],

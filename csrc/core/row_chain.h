@@ -58,7 +58,7 @@ struct RowOp {
   ActPrecision precision = ActPrecision::kInt8;
   bool interleaved = false;
   bool by_token_type = false;  // kAddTable
-  bool takes_given = true;     // kEmbed: a row that is given stays as it is
+  bool takes_given = true;     // kEmbed: a row that is given is not looked up
   // kEmbed, kAddTable: the table as it lies in the file
   QuantType table_type = QuantType::F32;
   const uint8_t* table = nullptr;

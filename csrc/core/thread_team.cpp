@@ -95,7 +95,7 @@ ThreadTeam::ThreadTeam(int num_threads)
     : num_threads_(num_threads < 1 ? 1 : (num_threads > kMaxThreads ? kMaxThreads : num_threads)) {}
 
 ThreadTeam::~ThreadTeam() {
-  if (threads_.empty() || process_id_ != getpid()) return;  // a forked child has no helpers to join
+  if (threads_.empty() || process_id_.load() != getpid()) return;  // a forked child has no helpers to join
   stop_.store(true, std::memory_order_seq_cst);
   wake_epoch_.fetch_add(1, std::memory_order_seq_cst);
   futex_wake_all(&wake_epoch_);
@@ -108,11 +108,11 @@ void ThreadTeam::forget_parent() {
   threads_.clear();
   ticket_.store(0);
   num_sleeping_.store(0);
-  process_id_ = 0;
+  process_id_.store(0);
 }
 
 void ThreadTeam::start_helpers() {
-  if (process_id_ != 0) return;
+  if (process_id_.load() != 0) return;
   helpers_.resize(static_cast<size_t>(num_threads_));
   // Helpers take no signals: those belong to the program that uses us.
   sigset_t all, previous;
@@ -127,7 +127,7 @@ void ThreadTeam::start_helpers() {
     if (error == 0) threads_.push_back(thread);
   }
   pthread_sigmask(SIG_SETMASK, &previous, nullptr);
-  process_id_ = getpid();
+  process_id_.store(getpid());
   if (error != 0) throw std::system_error(error, std::generic_category(), "cannot start kernel threads");
 }
 
@@ -144,7 +144,8 @@ void* ThreadTeam::helper_main(void* argument) {
 }
 
 void ThreadTeam::run(Job& job) {
-  if (process_id_ != 0 && process_id_ != getpid()) forget_parent();
+  const int64_t owner = process_id_.load();
+  if (owner != 0 && owner != getpid()) forget_parent();
   const std::lock_guard<std::mutex> turn(run_mutex_);
   start_helpers();
   FlushDenormals mode;

@@ -79,7 +79,7 @@ class ThreadTeam {
   std::mutex run_mutex_;
   std::vector<pthread_t> threads_;
   std::vector<Helper> helpers_;
-  int64_t process_id_ = 0;  // of the process whose helpers these are
+  std::atomic<int64_t> process_id_{0};  // of the process whose helpers these are
 
   // Ticket: stage number (24 bits), number of tasks (20), next task (20). fetch_add(1) takes a task.
   alignas(64) std::atomic<uint64_t> ticket_{0};

@@ -51,7 +51,7 @@ TELLIN_INLINE void write_tiles(uint8_t* row, int64_t row_bytes, int64_t begin, i
   }
 }
 
-// Nothing reads the line that makes their number odd; it is written all the same.
+// The line that makes their number odd: whole rows are copied.
 TELLIN_INLINE void end_row(uint8_t* row, int64_t row_bytes) {
   const int64_t end = row_bytes / kActPartBytes * kActPartBytes;
   std::memset(row + end, 0, static_cast<size_t>(row_bytes - end));

@@ -70,7 +70,8 @@ struct TileRun {
   float* end;          // where they are stored, rows `end_stride` apart
   int64_t end_stride;
   __mmask16 end_mask;
-  // With each block `fetch_lines` lines of codes are fetched that are needed later, `fetch_step` bytes apart.
+  // Codes of a later chunk: with each block `fetch_lines` lines are fetched, the next block's being
+  // `fetch_step` bytes further.
   const uint8_t* fetch;
   int fetch_lines;
   int fetch_step;
