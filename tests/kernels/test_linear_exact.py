@@ -91,19 +91,6 @@ def test_batches_beyond_one_pass(variant: str, quant_type: QuantType, precision:
 @pytest.mark.parametrize("quant_type", cases.BLOCK_TYPES, ids=lambda t: t.name)
 @pytest.mark.parametrize("code_byte", [0x00, 0xFF, 0x7F, 0x80])
 @pytest.mark.parametrize("sign", ["plus", "minus", "alternating"])
-@pytest.mark.skipif(not {"amx", "avx512"} <= set(VARIANTS), reason="this processor has no tiles")
-@pytest.mark.parametrize("quant_type", cases.BLOCK_TYPES, ids=lambda t: t.name)
-@pytest.mark.parametrize("k", [1280, 2304])
-def test_tiles_agree_with_avx512(quant_type: QuantType, k: int) -> None:
-    """Rows of several chunks of codes, equal and not; tiles of 11 to 16 rows; several passes."""
-    w = cases.random_tensor(quant_type, 70, k)
-    x = np.random.default_rng(k).standard_normal((260, k)).astype(np.float32)
-    tiles, vectors = pack("amx", w, "int8"), pack("avx512", w, "int8")
-    expected = run(vectors, x, w.n)
-    for rows in (31, 33, 49, 97, 193, 260):
-        np.testing.assert_array_equal(run(tiles, x[:rows], w.n), expected[:rows])
-
-
 @pytest.mark.parametrize("precision", ["int8", "int16"])
 def test_extreme_integers_do_not_saturate(
     variant: str, quant_type: QuantType, code_byte: int, sign: str, precision: str
@@ -186,6 +173,19 @@ def test_wide_variants_agree_bitwise() -> None:
                 np.testing.assert_array_equal(
                     other, results[0], err_msg=f"{quant_type.name} {precision} {rows}"
                 )
+
+
+@pytest.mark.skipif(not {"amx", "avx512"} <= set(VARIANTS), reason="this processor has no tiles")
+@pytest.mark.parametrize("quant_type", cases.BLOCK_TYPES, ids=lambda t: t.name)
+@pytest.mark.parametrize("k", [1280, 2304])
+def test_tiles_agree_with_avx512(quant_type: QuantType, k: int) -> None:
+    """Rows of several chunks of codes, equal and not; tiles of 11 to 16 rows; several passes."""
+    w = cases.random_tensor(quant_type, 70, k)
+    x = np.random.default_rng(k).standard_normal((260, k)).astype(np.float32)
+    tiles, vectors = pack("amx", w, "int8"), pack("avx512", w, "int8")
+    expected = run(vectors, x, w.n)
+    for rows in (31, 33, 49, 97, 193, 260):
+        np.testing.assert_array_equal(run(tiles, x[:rows], w.n), expected[:rows])
 
 
 @pytest.mark.parametrize("precision", ["int8", "int16"])
