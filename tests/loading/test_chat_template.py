@@ -248,6 +248,25 @@ LONG = "{% set a = 'a' * 10**6 %}{% set l = range(99999) | list %}"
         "('\\n' * 10**6) | indent(10**6)",
         "a.translate({97: a})",
         "a | wordwrap(1, wrapstring=a)",
+        "'{:>{}}'.format('a', 10**10)",
+        "'{:>{w}}'.format_map({'w': 10**10})",
+        "'%1.*d' % (10**9, 1)",
+        "'%(x)1000000000d' % {'x': 1}",
+        "('%999999d' * 1000) % l[:1000]",
+        "a | replace(new=a, old='')",
+        "[a] | replace('a', a)",
+        "a.encode().replace(''.encode(), a.encode())",
+        "(['ab'] * 100000) | join(attribute=0, d=a)",
+        "a.join(range(99999) | map('string'))",
+        "('\\n' * 100000) | indent(first=true, blank=true, width=1000000)",
+        "('\\r' * 100000) | indent(blank=true, width=1000000)",
+        "'a' | center(width=10**10)",
+        "'a'.rjust(10**10)",
+        "l | batch(fill_with=0, linecount=10**9) | list",
+        "l | slice(fill_with=0, slices=10**9) | list",
+        "1 | round(method='ceil', precision=10**8)",
+        "(a | replace('a', '\\0')).translate([a])",
+        "(1).to_bytes(10**10, 'big')",
         "[1] | tojson(indent=10**7)",
         "a.rfind('b' + a)",
         "a | trim('b' + a)",
@@ -303,6 +322,11 @@ def test_usual_sizes_pass_the_guard() -> None:
     text = "{{ 'a' * 3 }}{{ 2 * 3 }}{{ 7 % 3 }}{{ '%03d' % 7 }}{{ 'x'.center(3) }}{{ 2**10 }}"
     text += "{{ '{:>3}'.format(1) }}{{ '%s' | format('q') }}{{ 'x' | center(3) }}"
     assert render(text) == "aaa61007 x 1024  1q x "
+    text = "{{ [{'ts': 1800000000}] | selectattr('ts', 'gt', 1700000000) | list | length }}"
+    text += "{{ missing | default(10**12) }}{{ [1] | sum(start=10**9) }}{{ 'abc' | join('-') }}"
+    text += "{{ '(%(a)s)* {b}' % {'a': 1} }}{{ 'a a' | replace(new='b', old='a', count=1) }}"
+    text += "{{ 'x\\ny' | indent(first=true, width=1) }}{{ '{:*>3}'.format(1) }}"
+    assert render(text) == "110000000000001000000001a-b-c(1)* {b}b a x\n y**1"
     text = "{{ messages[0].content.split('|')[0].lstrip() }}"
     message = {"role": "user", "content": "at: 12345678* %12345678d|x"}
     assert render(text, [message]) == "at: 12345678* %12345678d"

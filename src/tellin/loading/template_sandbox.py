@@ -3,7 +3,7 @@
 A template is a stranger's program. Jinja keeps it from files and objects; here are bounds of the
 processor's time, which loops, macros, calls and filters look at, and of memory: every value that an
 operator, a filter or a literal makes is measured first. A small list that holds one list twice, and
-so on, counts as what it would be as text. Values are measured in characters; others weigh some.
+so on, counts as what it would be as text. Values are measured in characters, widths count as such.
 The functions and white space are those that templates are written for: ``apply_chat_template``'s.
 """
 
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import datetime
 import functools
+import inspect
 import json
 import re
+import string
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, MappingView
@@ -37,10 +39,26 @@ _MAX_COUNT = 1 << 20
 _MAX_INTEGER_BITS = 1 << 16
 _WEIGHT = 32
 """Of a value that is no text, in characters: about its share of memory."""
-_HUGE_WIDTH = re.compile(r"%[-+ #0.]*(\d{7}|\*)|:[^{}]*\d{7}")
-"""In a text to be formatted: a width of seven digits, or one that is given elsewhere."""
+_MAX_WIDTH_DIGITS = 6
+_PERCENT = re.compile(r"%[-+ #.*\d]*")
+_NAMED_PERCENT = re.compile(r"%[-+ #.*\d]*|\)[-+ #.\d]*")
+"""Flags and widths of a text for ``%``; a name's end is where its closing parenthesis may be."""
+_LINE_BREAKS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 _CONTAINERS = (list, tuple, set, frozenset, Mapping, MappingView)
 _SLOW_SEARCHES = ("lstrip", "rfind", "rindex", "rpartition", "rsplit", "rstrip", "strip", "trim")
+_METHODS: dict[str, tuple[str, ...]] = {
+    "replace": ("old", "new", "count"),
+    "translate": ("table",),
+    "expandtabs": ("tabsize",),
+    "to_bytes": ("length",),
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), ("width",)),
+    **dict.fromkeys(("join", *_SLOW_SEARCHES), ("text",)),
+}
+"""Methods of texts and integers that are measured, and their parameters by position."""
+_FILTERS = frozenset(
+    ("batch", "center", "indent", "join", "replace", "round", "slice", "sum", "trim", "wordwrap")
+)
+"""Filters whose arguments decide how much they make."""
 
 
 class TemplateRefusalError(Exception):
@@ -214,7 +232,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         elif operator == "+" and isinstance(left, str | bytes | list | tuple):
             size = budget.size_of(left) + budget.size_of(right)
         elif operator == "%" and isinstance(left, str | bytes):
-            _check_format(left, (right,))
+            _check_percent(left, (right,))
         check_size(size)
         result = super().call_binop(context, operator, left, right)
         budget.add(result, size)
@@ -226,15 +244,21 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             return None
 
         def guarded(*args: Any, **kwargs: Any) -> str:
-            _check_format(value.__self__, (*args, *kwargs.values()))
+            _check_braces(value.__self__, (*args, *kwargs.values()))
             return wrapped(*args, **kwargs)
 
         return guarded
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        text = getattr(function, "__self__", None)
-        if isinstance(text, str | bytes):
-            _check_work(function.__name__, text, (*args, *kwargs.values()))
+        owner = getattr(function, "__self__", None)
+        if isinstance(owner, str | bytes | int):
+            name = function.__name__
+            if name == "join":
+                args = tuple(map(_as_list, args))
+            _check_sizes(args, kwargs)
+            if name in _METHODS:
+                given = dict(zip(_METHODS[name], args, strict=False)) | kwargs
+                _check_work(name, owner, given)
         budget.spend()
         return super().call(context, function, *args, **kwargs)
 
@@ -242,44 +266,107 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 # ---- filters and methods of texts ----------------------------------------------------------------
 
 
-def _check_format(text: str | bytes, args: tuple[Any, ...]) -> None:
+def _check_percent(text: str | bytes, args: tuple[Any, ...]) -> None:
+    """Refuse what ``%`` would make too large."""
     shown = text.decode("latin-1") if isinstance(text, bytes) else text
-    if _HUGE_WIDTH.search(shown):
-        raise TemplateRefusalError(f"the width in {text!r:.80} is too large")
-    fields = shown.count("%") + shown.count("{")
-    budget.make(len(text) + fields * sum(map(budget.size_of, args)))
+    pattern = _NAMED_PERCENT if "%(" in shown else _PERCENT
+    _check_format(text, (found.group() for found in pattern.finditer(shown)), "*", args)
 
 
-def _check_work(name: str, value: Any, args: tuple[Any, ...]) -> None:
-    """Refuse a filter or a method of a text whose result, or whose work, would be huge."""
-    size = budget.size_of(value) if isinstance(value, (str, bytes, *_CONTAINERS)) else 0
-    for arg in args:
-        check_size(arg if isinstance(arg, int) else budget.size_of(arg) if _is_sized(arg) else 0)
-    first = args[0] if args else None
-    if name == "replace" and len(args) > 1 and isinstance(value, str):
-        count = value.count(str(first)) if first != "" else len(value) + 1
-        budget.make(size + count * budget.size_of(args[1]))
-    elif name == "join" and isinstance(value, str | bytes):
-        budget.make(budget.size_of(first) + size * _len(first))
-    elif name == "join" and _is_sized(first):
-        budget.make(size + budget.size_of(first) * _len(value))
+def _check_braces(text: str, args: tuple[Any, ...]) -> None:
+    """Refuse what ``format`` would make too large."""
+    fields = string.Formatter().parse(text)
+    _check_format(text, (spec or "" for _, _, spec, _ in fields), "{", args)
+
+
+def _check_format(
+    text: str | bytes, specs: Iterable[str], elsewhere: str, args: tuple[Any, ...]
+) -> None:
+    """``elsewhere`` is the sign of a width that an argument gives: always refused."""
+    num_fields = width = 0
+    for spec in specs:
+        budget.spend()
+        numbers = re.findall(r"\d+", spec)
+        if elsewhere in spec or any(len(number) > _MAX_WIDTH_DIGITS for number in numbers):
+            raise TemplateRefusalError(f"the width in {text!r:.80} is too large")
+        num_fields += 1
+        width += sum(map(int, numbers))
+    budget.make(len(text) + width + num_fields * sum(map(budget.size_of, args)))
+
+
+def _check_sizes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        if _is_sized(value):
+            check_size(budget.size_of(value))
+
+
+def _check_work(name: str, value: Any, given: Mapping[str, Any]) -> None:
+    """Refuse a filter or a method whose result, or whose work, would be huge.
+
+    ``given``: its arguments by the names of the parameters.
+    """
+    size = budget.size_of(value) if _is_sized(value) else 0
+    if name == "replace":
+        _check_replace(value, given)
+    elif name == "join":
+        _check_join(value, given)
     elif name in ("indent", "expandtabs") and isinstance(value, str | bytes):
-        mark: Any = "\n" if name == "indent" else "\t"
-        mark = mark.encode() if isinstance(value, bytes) else mark
-        width = first if isinstance(first, int) else _len(first) if first is not None else 8
-        budget.make(size + (value.count(mark) + 1) * width)
+        width = given.get("width", 4) if name == "indent" else given.get("tabsize", 8)
+        marks = _LINE_BREAKS if name == "indent" else "\t"
+        shown = value.decode("latin-1") if isinstance(value, bytes) else value
+        count = sum(map(shown.count, marks)) + 1
+        budget.make(size + count * (width if isinstance(width, int) else _len(width)))
+    elif name in ("center", "ljust", "rjust", "zfill", "to_bytes"):
+        width = given.get("length" if name == "to_bytes" else "width")
+        check_size(width if isinstance(width, int) else 0)
     elif name == "wordwrap":
-        budget.make(size * (1 + max(map(_len, args), default=0)))
-    elif name == "translate" and isinstance(first, Mapping):
-        budget.make(size * (1 + max(map(_len, first.values()), default=0)))
+        budget.make(size * (1 + _len(given.get("wrapstring"))))
+    elif name == "translate":
+        table = given.get("table")
+        values = table.values() if isinstance(table, Mapping) else table
+        longest = max(map(_len, values), default=0) if isinstance(values, Iterable) else 0
+        budget.make(size * (1 + longest))
     elif name in _SLOW_SEARCHES:
-        check_size(size * _len(first), _MAX_COUNT * _WEIGHT * _WEIGHT)
-    elif name in ("batch", "slice") and isinstance(first, int):
-        check_size(first, _MAX_COUNT)
-    elif name == "round" and isinstance(first, int):
-        check_size(abs(first), _MAX_INTEGER_BITS // 64)
-    elif name == "sum" and any(map(_is_sized, args)):
+        longest = max(map(_len, given.values()), default=0)
+        check_size(size * longest, _MAX_COUNT * _WEIGHT * _WEIGHT)
+    elif name in ("batch", "slice"):
+        length = given.get("linecount" if name == "batch" else "slices")
+        check_size(length if isinstance(length, int) else 0, _MAX_COUNT)
+    elif name == "round":
+        digits = given.get("precision")
+        check_size(abs(digits) if isinstance(digits, int) else 0, _MAX_INTEGER_BITS // 64)
+    elif name == "sum" and _is_sized(given.get("start")):
         check_size(_len(value) ** 2, _MAX_COUNT * _WEIGHT)
+
+
+def _check_replace(value: Any, given: Mapping[str, Any]) -> None:
+    """The filter takes anything as text; the method of bytes takes bytes."""
+    old, new = given.get("old"), given.get("new")
+    for one in (value, old, new):
+        budget.size_of(one)
+    if isinstance(value, bytes):
+        count = value.count(old) if isinstance(old, bytes) else 0
+    else:
+        value, new = str(value), str(new)
+        count = value.count(str(old))
+    most = given.get("count")
+    if isinstance(most, int) and most >= 0:
+        count = min(count, most)
+    budget.make(len(value) + count * _len(new))
+
+
+def _check_join(value: Any, given: Mapping[str, Any]) -> None:
+    """The filter's value holds the parts, the method's is what comes between them."""
+    parts, between = (given["text"], value) if "text" in given else (value, given.get("d", ""))
+    size = budget.size_of(parts) if _is_sized(parts) else 0
+    budget.make(size + budget.size_of(between) * _len(parts))
+
+
+def _as_list(value: Any) -> Any:
+    """``value``, so that measuring it does not use it up."""
+    if _is_sized(value) or not isinstance(value, Iterable):
+        return value
+    return budget.measure(list(value))
 
 
 def _is_sized(value: Any) -> bool:
@@ -297,21 +384,32 @@ _READ_TWICE = ("join", "sum")
 def _guard(name: str, filter_: Callable[..., Any]) -> Callable[..., Any]:
     """The filter, measured before and after. Some get the environment, or so, as first argument."""
 
+    signature = _signature_of(filter_) if name in _FILTERS else None
+
     @functools.wraps(filter_)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         index = int(hasattr(filter_, "jinja_pass_arg"))
         head, value, rest = args[:index], args[index], args[index + 1 :]
-        if name in _READ_TWICE and not _is_sized(value) and isinstance(value, Iterable):
-            value = budget.measure(list(value))
+        if name in _READ_TWICE:
+            value = _as_list(value)
+        _check_sizes((value, *rest), kwargs)
         if name == "format":
-            _check_format(str(value), (*rest, *kwargs.values()))
-        else:
-            _check_work(name, value, (*rest, *kwargs.values()))
+            _check_percent(str(value), (*rest, *kwargs.values()))
+        elif signature is not None:
+            _, *given = signature.bind(value, *rest, **kwargs).arguments.items()
+            _check_work(name, value, dict(given))
         result = filter_(*head, value, *rest, **kwargs)
         budget.spend(len(result) if isinstance(result, str) else _WEIGHT * _len(result))
         return result
 
     return guarded
+
+
+def _signature_of(filter_: Callable[..., Any]) -> inspect.Signature:
+    """Of a filter as templates call it: without the environment, or so."""
+    original = inspect.unwrap(filter_)
+    parameters = list(inspect.signature(original).parameters.values())
+    return inspect.Signature(parameters[int(hasattr(original, "jinja_pass_arg")) :])
 
 
 def _finalize(value: Any) -> Any:
