@@ -144,6 +144,18 @@ def test_t4_who_loses_its_share_leaves_the_image_to_another_or_to_nobody() -> No
     inputs.cache.check(set())
 
 
+def test_rows_that_fit_no_step_are_refused_at_once() -> None:
+    """They see each other: nobody could compute them, and all behind would wait (promise 5)."""
+    config = MultiModalConfig({"image": 1}, 8, 16, rows_see_each_other=True)
+    ids, features = prompt_of(1, ("x", 6), 1)
+    made = Request(
+        "r", ids, SamplingParams(max_tokens=1), None, max_model_len=64, mm_features=features
+    )
+    EncoderInputs(config, max_step_tokens=6).check_admissible(made)
+    with pytest.raises(ContextLengthError, match=r"6 tokens that see each other, .* at most 5"):
+        EncoderInputs(config, max_step_tokens=5).check_admissible(made)
+
+
 # ---------------------------------------------------------------------- requests
 
 

@@ -178,6 +178,7 @@ CASES = [
     ("apertus", '<|tools_prefix|>[{"f": {}}]<|tools_prefix|>[{"now": {}}] Yes', "Yes",
      [("f", "{}"), ("now", "{}")]),
     ("apertus", '<|tools_prefix|>[{"f": 1}]', '<|tools_prefix|>[{"f": 1}]', []),
+    ("apertus", '<|tools_prefix|>[{"a\\q": {}}]', '<|tools_prefix|>[{"a\\q": {}}]', []),
     ("apertus", '<|tools_prefix|>[{"f"', '<|tools_prefix|>[{"f"', []),
     ("array", f"[{call_text('f', ARGS)},\n {call_text('now', '{}')}]", "",
      [("f", ARGS), ("now", "{}")]),

@@ -24,13 +24,19 @@ class EncoderInputs:
         cuts_prompts: whether prompts may take several steps (chunked prefill).
     """
 
-    def __init__(self, config: MultiModalConfig | None, cuts_prompts: bool = True) -> None:
+    def __init__(
+        self,
+        config: MultiModalConfig | None,
+        cuts_prompts: bool = True,
+        max_step_tokens: int | None = None,
+    ) -> None:
         self.cache = EncoderCacheManager(config.encoder_cache_size if config else 0)
         self.step_budget = self.cache.cache_size
         if config is not None and cuts_prompts:
             # A step encodes no more than the largest item has: decodes wait for it.
             self.step_budget = min(config.max_tokens_per_item, self.cache.cache_size)
         self._cuts_prompts = cuts_prompts
+        self._max_step_tokens = max_step_tokens
         self.rows_per_step = config.max_rows_per_step if config else None
         self._keeps_whole = config is not None and config.rows_see_each_other
         # Of the step that is planned or in flight: what it encodes, and tells the workers to drop.
@@ -44,6 +50,8 @@ class EncoderInputs:
             ContextLengthError: naming the item's size and the limit.
         """
         limit = self.step_budget
+        if self._keeps_whole and self._max_step_tokens is not None:
+            self._check_runs(request, self._max_step_tokens)
         for item in request.mm_features:
             if item.num_embeds > limit:
                 raise ContextLengthError(
@@ -56,6 +64,16 @@ class EncoderInputs:
                 f"the prompt's items take {total} embeddings, but without chunked prefill a step "
                 f"encodes at most {limit}; allow chunked prefill or send fewer"
             )
+
+    def _check_runs(self, request: Request, limit: int) -> None:
+        """Refuse rows that see each other and are more than a step computes."""
+        for item in request.mm_features:
+            longest = max(count for _, count in item.embed_runs or [(0, item.length)])
+            if longest > limit:
+                raise ContextLengthError(
+                    f"an item of modality {item.modality!r} has {longest} tokens that see each "
+                    f"other, but a step computes at most {limit} (max_num_batched_tokens)"
+                )
 
     # ------------------------------------------------------------------ planning a step
 

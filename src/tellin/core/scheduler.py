@@ -98,7 +98,9 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.room = WaitingRoom(scheduler_config.policy)
         self.running: list[Request] = []
-        self.encoder_inputs = EncoderInputs(config.multimodal_config, self.enable_chunked_prefill)
+        self.encoder_inputs = EncoderInputs(
+            config.multimodal_config, self.enable_chunked_prefill, self.max_num_scheduled_tokens
+        )
         self.admission = Admission(config, self.kv_cache_manager, self.room, self.encoder_inputs)
         self.in_flight_prefixes = self.admission.prefixes
         self.finished_req_ids: set[str] = set()

@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import json
-
 from tellin.entrypoints.openai.parsers.base import ToolParser
-from tellin.entrypoints.openai.parsers.json_scanner import ValueScanner
+from tellin.entrypoints.openai.parsers.json_scanner import ValueScanner, text_of_string
 
 
 class ApertusParser(ToolParser):
@@ -53,8 +51,11 @@ class ApertusParser(ToolParser):
         """A colon, and what opens the object."""
         self._before += char
         if char == "{" and self._name.endswith(":"):
+            name = text_of_string(self._name[:-1])
+            if name is None:
+                return self._back_to_content(self._before)
             self._value = ValueScanner(char)
-            self._begin_call(str(json.loads(self._name[:-1], strict=False)), char)
+            self._begin_call(name, char)
             self._state = self._in_arguments
         elif char == ":" and not self._name.endswith(":"):
             self._name += char

@@ -134,7 +134,7 @@ class CallScanner:
         assert self._value is not None
         self._text += char
         if self._value.push(char)[1]:
-            self._key = _string(self._text) or ""
+            self._key = text_of_string(self._text) or ""
             self._state = _State.COLON
 
     def _begin_value(self, char: str) -> None:
@@ -170,14 +170,14 @@ class CallScanner:
     def _end_value(self) -> None:
         self._state = _State.COMMA_OR_END
         if self._key in self._name_keys and self.name is None:
-            self.name = _string(self._text)
+            self.name = text_of_string(self._text)
             if not self.name:
                 self.name, self._state = None, _State.FAILED
         elif self._key in ARGUMENT_KEYS and not self._streams and self._text.startswith('"'):
-            self._waiting += _string(self._text) or "{}"
+            self._waiting += text_of_string(self._text) or "{}"
 
 
-def _string(text: str) -> str | None:
+def text_of_string(text: str) -> str | None:
     """The value of a JSON string; None if the text is none."""
     try:
         value = json.loads(text, strict=False)
