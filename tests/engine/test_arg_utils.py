@@ -157,6 +157,7 @@ def suffix(**options: Any) -> dict[str, Any]:
         ({"model": "[ngram]", "num_speculative_tokens": 3}, "ngram", 3, (5, 5)),
         ({"model": "m", "num_speculative_tokens": 3}, "draft_model", 3, (5, 5)),
         ({"method": "qwen3_next_mtp"}, "mtp", 1, (5, 5)),
+        ({"method": "mtp", "num_speculative_tokens": None}, "mtp", 1, (5, 5)),
         ({"method": "mtp", "num_speculative_tokens": 3}, "mtp", 3, (5, 5)),
         (suffix(), "suffix", 24, (5, 5)),
         (suffix(max_tree_depth=6), "suffix", 6, (5, 5)),

@@ -127,6 +127,8 @@ def speculative_config(given: Any) -> SpeculativeConfig | None:
 def _complete_speculative(given: Mapping[str, Any]) -> dict[str, Any]:
     """Method, number of tokens and lengths of n-grams, where others say what they are."""
     options = dict(given)
+    if options.get("num_speculative_tokens") is None:
+        options.pop("num_speculative_tokens", None)
     if options.get("method") is None and options.get("model") is not None:
         options["method"] = "draft_model"
         if options["model"] in ("ngram", "[ngram]"):

@@ -96,7 +96,6 @@ class MixedImageProcessor:
         resample = resampling(self._settings, _BILINEAR)
         if image.mode != "RGB":  # a copy of a large picture is hundreds of megabytes
             image = image.convert("RGB")
-        whole = self._whole_shape(image.width, image.height)
         rows, columns = self._grid(image.width, image.height)
         tiles: list[Image] = []
         shapes: list[Shape] = []
@@ -105,6 +104,7 @@ class MixedImageProcessor:
             tiles = _cut(image.resize(size, resample), self._tile)
             shapes = [(self._tile // self._block,) * 2] * len(tiles)
         if rows * columns == 1 or self._has_whole:
+            whole = self._whole_shape(image.width, image.height)
             tiles.append(image.resize((whole[1] * self._block, whole[0] * self._block), resample))
             shapes.append(whole)
         counts = [high * wide for high, wide in shapes]
