@@ -7,12 +7,13 @@ both.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.kernels import _C
@@ -343,7 +344,7 @@ def test_a_profile_gives_an_operation_the_time_of_all_its_stages() -> None:
 
 def with_experts(plan: ir.Plan, **changes: Any) -> ir.Plan:
     assert isinstance(plan.ops[-1], ir.Experts)
-    return replace(plan, ops=(*plan.ops[:-1], replace(plan.ops[-1], **changes)))
+    return structs.replace(plan, ops=(*plan.ops[:-1], structs.replace(plan.ops[-1], **changes)))
 
 
 def test_plans_that_do_not_fit_are_refused() -> None:

@@ -10,6 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tellin.exceptions import UnsupportedModelError
 from tellin.kernels import _C
@@ -204,6 +205,6 @@ def test_operations_that_do_not_fit_are_refused(
 
 def test_what_has_no_kernel_is_an_unsupported_model() -> None:
     plan = RECURRENCES["conv_3"].plan()
-    broken = type(plan)(**(vars(plan) | {"state_layers": ()}))
+    broken = structs.replace(plan, state_layers=())
     with pytest.raises(UnsupportedModelError, match=r"ShortConv\(rec\.weight\).*out of range"):
         NativeBackend(broken, num_threads=1)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from msgspec import structs
 
 from tellin.exceptions import (
     EngineError,
@@ -390,13 +391,13 @@ def test_bad_options_are_named(arguments: dict[str, Any], parameter: str) -> Non
 def test_a_plan_that_cannot_run_is_refused_with_its_tensor() -> None:
     plan = llama_plan(num_layers=1)
     ops = [
-        replace(op, weight=float_tensor("odd", np.zeros((256, 63))))
+        structs.replace(op, weight=float_tensor("odd", np.zeros((256, 63))))
         if isinstance(op, ir.Linear)
         else op
         for op in plan.ops
     ]
     with pytest.raises(UnsupportedModelError, match=r"Linear\(odd\).*63 columns"):
-        make_backend(replace(plan, ops=tuple(ops)))
+        make_backend(structs.replace(plan, ops=tuple(ops)))
 
 
 @pytest.mark.parametrize("quant_type", list(QuantType))
@@ -427,9 +428,9 @@ def test_weights_that_are_not_finite_are_refused_by_name(name: str) -> None:
     shape = op.weight.shape  # type: ignore[union-attr]
     values = np.full(shape, 0.5)
     values.flat[-1] = np.nan
-    bad = replace(op, weight=float_tensor(f"the {name}", values))
+    bad = structs.replace(op, weight=float_tensor(f"the {name}", values))
     with pytest.raises(ModelLoadError, match=rf"'the {name}' holds NaN"):
-        make_backend(replace(plan, ops=(*plan.ops[:at], bad, *plan.ops[at + 1 :])))
+        make_backend(structs.replace(plan, ops=(*plan.ops[:at], bad, *plan.ops[at + 1 :])))
 
 
 @pytest.mark.parametrize(
@@ -442,9 +443,9 @@ def test_quantised_weights_without_finite_scales_are_refused_by_name(quant_type:
     data = op.weight.data.copy()
     offset = data.size - quant_type.block_bytes + SCALE_OFFSETS[quant_type][0]
     data.reshape(-1)[offset : offset + 2] = (0x00, 0xFC)  # -infinity
-    bad = replace(op, weight=replace(op.weight, name="the matrix", data=data))
+    bad = structs.replace(op, weight=replace(op.weight, name="the matrix", data=data))
     with pytest.raises(ModelLoadError, match=r"'the matrix' holds NaN or infinity"):
-        make_backend(replace(plan, ops=(*plan.ops[:at], bad, *plan.ops[at + 1 :])))
+        make_backend(structs.replace(plan, ops=(*plan.ops[:at], bad, *plan.ops[at + 1 :])))
 
 
 def test_copy_and_size_of_cache_are_checked() -> None:

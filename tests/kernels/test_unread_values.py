@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tellin.kernels import _C
 from tellin.kernels.native import NativeBackend
@@ -38,7 +39,7 @@ def with_reader(plan: ir.Plan, kind: str, name: str) -> ir.Plan:
     source, x = buffer_of(plan, name), buffer_of(plan, "x")
     at = next(i for i, op in enumerate(plan.ops) if isinstance(op, ir.Linear) and op.x == source)
     ops = (*plan.ops[: at + 1], reader_of(kind, source, x), *plan.ops[at + 1 :])
-    return replace(plan, ops=ops)
+    return structs.replace(plan, ops=ops)
 
 
 def logits(backend: Any, slots: bool) -> np.ndarray:
@@ -75,7 +76,7 @@ def test_other_readers_find_the_values(name: str, kind: str, isa: str) -> None:
 def test_what_the_caller_sees_is_written(name: str, isa: str) -> None:
     """And whether it is changes no bit of the logits."""
     plan = llama_plan(QuantType.Q8_0, num_layers=1, inner=WIDTH)
-    shown = replace(plan, hidden=buffer_of(plan, name), hidden_size=WIDTH)
+    shown = structs.replace(plan, hidden=buffer_of(plan, name), hidden_size=WIDTH)
     backends = [
         NativeBackend(p, num_threads=2, isa=isa, activation_precision="int16")
         for p in (plan, shown)

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tellin.exceptions import ModelLoadError, UnsupportedModelError
 from tellin.loading.dequantize import dequantize
@@ -133,7 +134,7 @@ def test_operations_that_need_positions_refuse_logit_rows() -> None:
 def test_kv_heads_must_divide_heads() -> None:
     b = make_builder(num_attention_heads=4, num_key_value_heads=3)
     x = b.embed("embed")
-    k = replace(x, width=48)
+    k = structs.replace(x, width=48)
     with pytest.raises(ModelLoadError, match="4 is not a multiple of num_key_value_heads 3"):
         b.attention(x, k, k, name="attention")
 

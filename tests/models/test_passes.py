@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tellin.kernels.reference import ReferenceBackend
 from tellin.models import build_plan
@@ -158,7 +158,7 @@ def test_gather_stays_where_tokens_are_needed_later() -> None:
     b = small_builder()
     x = b.linear(b.embed("embed"), "a")
     b.finish(x, ignore=("",))
-    plan = replace(finish(b, b.linear(b.gather_rows(x), "b")), hidden=x)
+    plan = structs.replace(finish(b, b.linear(b.gather_rows(x), "b")), hidden=x)
     assert kinds(passes.gather_early(plan)) == kinds(plan)
     assert passes.gather_early(plan).ops[1].writes[0].rows is Rows.TOKENS
 
@@ -211,11 +211,7 @@ def test_operations_share_buffers_only_where_they_may(name: str) -> None:
         assert len(set(outs)) == len(outs)
         if not hasattr(op, "out") and not isinstance(op, ir.MultiLinear):
             continue
-        shared = {
-            field
-            for field, value in vars(op).items()
-            if field != "out" and isinstance(value, Buffer) and value.id in outs
-        }
+        shared = {field for field, value in op.operands() if field != "out" and value.id in outs}
         assert shared <= allowed.get(type(op), set())
 
 

@@ -15,8 +15,9 @@ et al. 2024 (Qwen2-VL), section 2.1; Bai et al. 2025 (Qwen2.5-VL), section 2.1; 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from msgspec import structs
 
 from tellin.exceptions import ModelLoadError
 from tellin.models.parts import gated_mlp
@@ -44,7 +45,7 @@ def build_vision_plans(source: VisionSource, *, fuse: bool = True) -> tuple[Plan
     for part in (source.projector, *source.taps):
         is_tap = part is not source.projector
         projector = _record_projector(PlanBuilder(part), part, hp, is_tap)
-        plans.append(replace(projector, architecture="projector"))
+        plans.append(structs.replace(projector, architecture="projector"))
     return tuple(map(optimize, plans)) if fuse else tuple(plans)
 
 

@@ -5,14 +5,11 @@ They treat each row by itself, as the operations of `tellin.models.plan.ir` do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan.ir import Buffer, Op
 
 
-@dataclass(frozen=True)
-class ScaleByPosition(Op):
+class ScaleByPosition(Op, frozen=True):
     """``x *= 1 + beta * ln(1 + position // length)`` in place, by its token's position.
 
     Source: Ministral 3 model file (Mistral AI, 2025), after Llama 4's.
@@ -23,8 +20,7 @@ class ScaleByPosition(Op):
     length: int
 
 
-@dataclass(frozen=True)
-class Xielu(Op):
+class Xielu(Op, frozen=True):
     """``out = p x^2 + beta x`` of positive x, else ``n (expm1(min(x, eps)) - x) + beta x``.
 
     With ``p = softplus(alpha_p)`` and ``n = beta + softplus(alpha_n)``; the four are ``(1,)``.

@@ -18,7 +18,7 @@ The module knows no kernels and no files: weights are `TensorRef`s, passed on un
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan.operands import (
@@ -69,8 +69,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class Embed(Op):
+class Embed(Op, frozen=True):
     """``out[t] = weight[token_ids[t]] * scale``; weight ``(vocab_size, width)``.
 
     ``rest_is_first``: the table may end before the vocabulary does; ids behind it take row 0.
@@ -89,15 +88,13 @@ class Embed(Op):
     given_scale: float = 1.0
 
 
-@dataclass(frozen=True)
-class Input(Op):
+class Input(Op, frozen=True):
     """``out[t]`` is the caller's row for token t (`StepBatch.embeds`); every row must be given."""
 
     out: Buffer
 
 
-@dataclass(frozen=True)
-class AddGiven(Op):
+class AddGiven(Op, frozen=True):
     """``x[t] += given[start : start + x.width]`` in place, for rows that the caller gives.
 
     Others stay as they are. Source: Meng et al. 2024 (DeepStack), section 3.
@@ -107,8 +104,7 @@ class AddGiven(Op):
     start: int
 
 
-@dataclass(frozen=True)
-class RmsNorm(Op):
+class RmsNorm(Op, frozen=True):
     """``out = x / sqrt(mean(x^2) + eps) * (weight + weight_offset)``.
 
     Source: Zhang & Sennrich 2019, eq. 4. With ``group`` set the row is split into groups of that
@@ -124,8 +120,7 @@ class RmsNorm(Op):
     group: int | None = None
 
 
-@dataclass(frozen=True)
-class LayerNorm(Op):
+class LayerNorm(Op, frozen=True):
     """``out = (x - mean) / sqrt(var + eps) * weight + bias``. ``out`` may be ``x``."""
 
     x: Buffer
@@ -135,8 +130,7 @@ class LayerNorm(Op):
     eps: float
 
 
-@dataclass(frozen=True)
-class Linear(Op):
+class Linear(Op, frozen=True):
     """``out = (x @ weight.T + bias) + residual``, each if given; ``out`` may be ``residual`` only.
 
     weight ``(out.width, x.width)``, bias ``(out.width,)``.
@@ -149,8 +143,7 @@ class Linear(Op):
     residual: Buffer | None = None
 
 
-@dataclass(frozen=True)
-class HeadLinear(Op):
+class HeadLinear(Op, frozen=True):
     """A linear layer for each head: ``out_h = (x_h[:k] @ weight_h.T, x_h[k:])``.
 
     A row of ``x`` and of ``out`` is ``num_heads`` parts of equal width; ``weight``
@@ -164,8 +157,7 @@ class HeadLinear(Op):
     num_heads: int
 
 
-@dataclass(frozen=True)
-class Concat(Op):
+class Concat(Op, frozen=True):
     """``out = (x, y)``: the values of y behind those of x, row by row."""
 
     x: Buffer
@@ -173,8 +165,7 @@ class Concat(Op):
     out: Buffer
 
 
-@dataclass(frozen=True)
-class MultiLinear(Op):
+class MultiLinear(Op, frozen=True):
     """Several linear layers of the same input (made by the fusion pass: q/k/v).
 
     ``parts[i] = (weight, bias, out)``, each as in `Linear` without residual.
@@ -192,8 +183,7 @@ class MultiLinear(Op):
         return tuple(t for weight, bias, _ in self.parts for t in (weight, bias) if t is not None)
 
 
-@dataclass(frozen=True)
-class GatedLinear(Op):
+class GatedLinear(Op, frozen=True):
     """``out = act(x @ gate.T + gate_bias) * (x @ up.T + up_bias)``.
 
     Made by the fusion pass from two linear layers of the same input and `ActMul`.
@@ -208,8 +198,7 @@ class GatedLinear(Op):
     act: str
 
 
-@dataclass(frozen=True)
-class Experts(Op):
+class Experts(Op, frozen=True):
     """Mixture of experts: ``out = sum p_e * down_e(act(gate_e(x)) * up_e(x))`` over chosen ones.
 
     ``router`` ``[num_rows, num_experts]`` holds a logit for each expert; p is their softmax, or
@@ -254,8 +243,7 @@ class Experts(Op):
         return (*matrices, *self.gate_bias, *self.up_bias, *self.down_bias, *vectors)
 
 
-@dataclass(frozen=True)
-class GateRows(Op):
+class GateRows(Op, frozen=True):
     """``out = x * sigmoid(gate)``; ``gate`` has one value per row. ``out`` may be ``x``."""
 
     x: Buffer
@@ -263,8 +251,7 @@ class GateRows(Op):
     out: Buffer
 
 
-@dataclass(frozen=True)
-class Lora(Op):
+class Lora(Op, frozen=True):
     """``out += (x @ A.T) @ B.T`` in place, for rows of requests that have a LoRA adapter.
 
     ``parts[i] = (site, out)``: a site is a linear layer, named as its weight is without
@@ -286,8 +273,7 @@ class Lora(Op):
         return tuple(out for _, out in self.parts)
 
 
-@dataclass(frozen=True)
-class Rope(Op):
+class Rope(Op, frozen=True):
     """Rotate each head of ``x`` in place by its token's position.
 
     ``x`` ``[num_tokens, num_heads * head_dim]``. Pair (a, b) of frequency i becomes
@@ -304,8 +290,7 @@ class Rope(Op):
     offset: int = 0
 
 
-@dataclass(frozen=True)
-class ActMul(Op):
+class ActMul(Op, frozen=True):
     """``out = act(gate) * up``. ``out`` may be either input. act: silu, gelu, gelu_tanh,
     quick_gelu, relu, sigmoid, identity.
 
@@ -321,8 +306,7 @@ class ActMul(Op):
     up_start: int = 0
 
 
-@dataclass(frozen=True)
-class Activation(Op):
+class Activation(Op, frozen=True):
     """``out = act(x)``. ``out`` may be ``x``."""
 
     x: Buffer
@@ -330,8 +314,7 @@ class Activation(Op):
     act: str
 
 
-@dataclass(frozen=True)
-class Add(Op):
+class Add(Op, frozen=True):
     """``out = x + y``. ``out`` may be either input."""
 
     x: Buffer
@@ -339,64 +322,56 @@ class Add(Op):
     out: Buffer
 
 
-@dataclass(frozen=True)
-class AddBias(Op):
+class AddBias(Op, frozen=True):
     """``x += bias`` in place, the same vector for every row; bias ``(width,)``."""
 
     x: Buffer
     bias: TensorRef
 
 
-@dataclass(frozen=True)
-class AddPositionEmbedding(Op):
+class AddPositionEmbedding(Op, frozen=True):
     """``x[t] += weight[positions[t]]`` in place: learned positions, ``(max_positions, width)``."""
 
     x: Buffer
     weight: TensorRef
 
 
-@dataclass(frozen=True)
-class AddTokenTypeEmbedding(Op):
+class AddTokenTypeEmbedding(Op, frozen=True):
     """``x[t] += weight[token_types[t]]`` in place: which text of a pair, ``(num_types, width)``."""
 
     x: Buffer
     weight: TensorRef
 
 
-@dataclass(frozen=True)
-class GatherRows(Op):
+class GatherRows(Op, frozen=True):
     """``out[i] = x[logits_indices[i]]``: from token rows to logit rows."""
 
     x: Buffer
     out: Buffer
 
 
-@dataclass(frozen=True)
-class Scale(Op):
+class Scale(Op, frozen=True):
     """``x *= factor`` in place."""
 
     x: Buffer
     factor: float
 
 
-@dataclass(frozen=True)
-class ScaleByWeight(Op):
+class ScaleByWeight(Op, frozen=True):
     """``x *= weight`` in place; weight ``(1,)`` or ``(width,)``."""
 
     x: Buffer
     weight: TensorRef
 
 
-@dataclass(frozen=True)
-class Softcap(Op):
+class Softcap(Op, frozen=True):
     """``x = cap * tanh(x / cap)`` in place."""
 
     x: Buffer
     cap: float
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """A recorded model.
 
     ``output`` is the logits buffer ``[num_logits, vocab_size]`` of a generator, or the hidden

@@ -1,7 +1,7 @@
 """What a plan's operations are made of: buffers, what a model keeps of a request, and their base.
 
 Part of `tellin.models.plan.ir`, which explains the plan and is where other modules take them from.
-An operation is a frozen dataclass: the types of its fields say which buffers it reads and writes
+An operation is a frozen struct: the types of its fields say which buffers it reads and writes
 and which weights it uses.
 """
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+
+import msgspec
 
 from tellin.loading.tensors import TensorRef
 
@@ -21,8 +22,7 @@ class Rows(enum.Enum):
     LOGITS = "logits"
 
 
-@dataclass(frozen=True)
-class Buffer:
+class Buffer(msgspec.Struct, frozen=True):
     """A numbered activation buffer, float32 ``[num_rows, width]``."""
 
     id: int
@@ -30,9 +30,11 @@ class Buffer:
     rows: Rows
     name: str
 
+    def __hash__(self) -> int:
+        return self.id  # the passes look buffers up all the time
 
-@dataclass(frozen=True)
-class RotaryTable:
+
+class RotaryTable(msgspec.Struct, frozen=True):
     """Rotary embedding of one kind of layer.
 
     ``inv_freq`` holds rope_dim / 2 angular frequencies (radians per position), scaling applied;
@@ -46,8 +48,7 @@ class RotaryTable:
     axes: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class KVCacheLayer:
+class KVCacheLayer(msgspec.Struct, frozen=True):
     """Shape of one attention layer's cache."""
 
     num_kv_heads: int
@@ -62,15 +63,13 @@ class KVCacheLayer:
         return self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
 
-@dataclass(frozen=True)
-class StateLayer:
+class StateLayer(msgspec.Struct, frozen=True):
     """What one recurrence keeps of a request: ``num_values`` float32, however long it is."""
 
     num_values: int
 
 
-@dataclass(frozen=True)
-class Op:
+class Op(msgspec.Struct, frozen=True):
     """Base of all operations.
 
     Fields of type `Buffer` are operands: ``out`` is written, every other one is read; an operation
@@ -80,21 +79,23 @@ class Op:
     @property
     def reads(self) -> tuple[Buffer, ...]:
         """Buffers whose previous contents the operation uses."""
-        return tuple(value for name, value in self._operands() if name != "out")
+        return tuple(value for name, value in self.operands() if name != "out")
 
     @property
     def writes(self) -> tuple[Buffer, ...]:
         """Buffers the operation fills."""
-        outs = tuple(value for name, value in self._operands() if name == "out")
-        return outs or tuple(value for name, value in self._operands() if name == "x")
+        outs = tuple(value for name, value in self.operands() if name == "out")
+        return outs or tuple(value for name, value in self.operands() if name == "x")
 
     @property
     def weights(self) -> tuple[TensorRef, ...]:
         """Weights the operation uses, in field order."""
-        return tuple(v for f in fields(self) if isinstance(v := getattr(self, f.name), TensorRef))
+        values = (getattr(self, name) for name in self.__struct_fields__)
+        return tuple(value for value in values if isinstance(value, TensorRef))
 
-    def _operands(self) -> Iterator[tuple[str, Buffer]]:
-        for field in fields(self):
-            value = getattr(self, field.name)
+    def operands(self) -> Iterator[tuple[str, Buffer]]:
+        """Fields that are buffers: name and value."""
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
             if isinstance(value, Buffer):
-                yield field.name, value
+                yield name, value

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TypeGuard
+
+from msgspec.structs import replace
 
 from tellin.models.plan import ir
 from tellin.models.plan.elementwise import ScaleByPosition, Xielu
@@ -276,7 +278,7 @@ def reuse_buffers(plan: Plan) -> Plan:
 def _alias_donor(op: Op, out: Buffer, dying: list[Buffer]) -> Buffer | None:
     """The dying operand whose buffer ``out`` may take over, if there is one."""
     allowed = _MAY_ALIAS.get(type(op), ())
-    operands = {f.name: x for f in fields(op) if isinstance(x := getattr(op, f.name), Buffer)}
+    operands = dict(op.operands())
     fixed = [x for name, x in operands.items() if name not in (*allowed, "out")]
     for name in allowed:
         x = operands.get(name)
@@ -339,12 +341,7 @@ def _replace_buffers(op: Op, mapping: Mapping[Buffer, Buffer]) -> Op:
     if isinstance(op, ir.Lora):
         outs = tuple((site, mapping.get(out, out)) for site, out in op.parts)
         return replace(op, x=mapping.get(op.x, op.x), parts=outs)
-    changes = {
-        f.name: mapping[value]
-        for f in fields(op)
-        if isinstance(value := getattr(op, f.name), Buffer) and value in mapping
-    }
-    return replace(op, **changes)
+    return replace(op, **{name: mapping[x] for name, x in op.operands() if x in mapping})
 
 
 def _rebuild(plan: Plan, ops: Iterable[Op | None]) -> Plan:

@@ -7,14 +7,11 @@ cannot depend on how a request's rows were spread over steps.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tellin.loading.tensors import TensorRef
 from tellin.models.plan.operands import Buffer, Op
 
 
-@dataclass(frozen=True)
-class Attention(Op):
+class Attention(Op, frozen=True):
     """Write k and v of this step into the paged cache of ``layer``, then attend causally.
 
     Without k and v it writes nothing: an operation before has filled the same ``layer``; q and out
@@ -51,8 +48,7 @@ class Attention(Op):
     windowed: bool = False
 
 
-@dataclass(frozen=True)
-class ShortConv(Op):
+class ShortConv(Op, frozen=True):
     """Causal convolution of each column with the request's own rows before.
 
     ``out[t, c] = act(sum_j weight[c, j] * x[t - (kernel - 1) + j, c] + bias[c])``; rows before
@@ -74,8 +70,7 @@ class ShortConv(Op):
         return self.weight.shape[-1]
 
 
-@dataclass(frozen=True)
-class GatedDelta(Op):
+class GatedDelta(Op, frozen=True):
     """The gated delta rule, for each value head a matrix S ``[head_k_dim, head_v_dim]`` as state.
 
     With q' and k' a head of ``q`` and ``k`` over their length, each ``x / sqrt(|x|^2 + 1e-6)``:
@@ -104,8 +99,7 @@ class GatedDelta(Op):
     tiled: bool = False
 
 
-@dataclass(frozen=True)
-class SelectiveScan(Op):
+class SelectiveScan(Op, frozen=True):
     """Mamba 2's recurrence, for each head a matrix h ``[head_dim, state_dim]`` as state.
 
     With d the row's dt + dt_bias of the head, ``d <- min(max(softplus(d), dt_min), dt_max)``:

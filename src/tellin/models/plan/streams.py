@@ -5,13 +5,10 @@ They treat each row by itself, as the operations of `tellin.models.plan.ir` do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tellin.models.plan.ir import Buffer, Op
 
 
-@dataclass(frozen=True)
-class AddScaled(Op):
+class AddScaled(Op, frozen=True):
     """``out = x + factor * (coefs[:, column] + offset) * y``. ``out`` may be ``x``.
 
     Source: Baykal et al. 2023 (alternating updates), section 3: streams are mixed row by row.
@@ -26,16 +23,14 @@ class AddScaled(Op):
     factor: float = 1.0
 
 
-@dataclass(frozen=True)
-class MatchMagnitude(Op):
+class MatchMagnitude(Op, frozen=True):
     """``x *= rms(target) / max(rms(x), sqrt(1e-5))`` in place, row by row."""
 
     x: Buffer
     target: Buffer
 
 
-@dataclass(frozen=True)
-class KeepLargest(Op):
+class KeepLargest(Op, frozen=True):
     """``x = max(0, x - (mean + deviations * std))`` in place, of each row.
 
     Of normally distributed values a known part remains. Source: Gemma 3n model file (Google, 2025).
