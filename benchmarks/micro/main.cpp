@@ -5,11 +5,18 @@
 // Cases are named part/isa/what/parameters; --benchmark_list_tests lists them. Data lie in cache unless the
 // name says "streamed". Times are processor time of one thread, which neighbours on the machine disturb
 // little; cases of several threads need a quiet machine. --benchmark_repetitions=5 gives medians.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "micro.h"
 #include "tellin/linear.h"
 
 int main(int argc, char** argv) {
   using namespace tellin;
+#if defined(__x86_64__)
+  _mm_setcsr(_mm_getcsr() | 0x8040);  // denormals are zero, as in the thread team
+#endif
   std::string variants;
   micro::add_team();
   for (int i = 0; i < num_linear_variants(); ++i) {
