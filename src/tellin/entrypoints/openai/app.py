@@ -114,14 +114,16 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if answer.status == 500:
         # Logged and answered where every request ends.
         raise error
-    return error_reply(answer)
+    return error_reply(answer, request.url.path)
 
 
 async def _on_query_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     fault = error.errors()[0]
     name = str(fault["loc"][-1])
-    return error_reply(bad_request(f"{name}: {fault['msg']}", name, "invalid_value"))
+    return error_reply(
+        bad_request(f"{name}: {fault['msg']}", name, "invalid_value"), request.url.path
+    )
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -131,7 +133,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         answer.code = "method_not_allowed"
     answer.headers = dict(error.headers or {})
-    return error_reply(answer)
+    return error_reply(answer, request.url.path)
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:

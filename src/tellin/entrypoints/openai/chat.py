@@ -240,6 +240,11 @@ class ChatService:
         )
         return params, n
 
+    async def render(self, request: ChatCompletionRequest) -> RenderedPrompt:
+        """The prompt of a request that is not to run. Raises: as `prepare`."""
+        self.context.check_model(request.model)
+        return await self._render(request, plan_tools(request, self.context.chat_format))
+
     async def _render(self, request: ChatCompletionRequest, plan: ToolPlan) -> RenderedPrompt:
         tok_params = TokenizeParams(request.add_special_tokens).with_options(
             {"truncate_prompt_tokens": request.truncate_prompt_tokens}

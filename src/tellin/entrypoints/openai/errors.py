@@ -1,4 +1,4 @@
-"""Errors as HTTP answers in OpenAI's shape.
+"""Errors as HTTP answers, in OpenAI's shape or, where its API was asked, in Anthropic's.
 
 Every exception maps to one status and one body. What the client did is 4xx; 500 is left for bugs.
 Messages of unexpected exceptions stay in the log.
@@ -24,6 +24,21 @@ _BODIES = frozenset(
     for name, value in vars(requests).items()
     if isinstance(value, type) and issubclass(value, BaseModel)
 )
+MESSAGES_PATH = "/v1/messages"
+"""Below it answers have the shapes of Anthropic's API."""
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "invalid_request_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 RETRY_AFTER_S = 1
 """What an overloaded server asks clients to wait."""
 
@@ -39,8 +54,11 @@ class ApiError(Exception):
     type: str = "invalid_request_error"
     headers: dict[str, str] = field(default_factory=dict)
 
-    def body(self) -> dict[str, Any]:
-        """The JSON body that OpenAI's clients understand."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The JSON body that clients of a path understand."""
+        if path.startswith(MESSAGES_PATH):
+            kind = _ANTHROPIC_TYPES.get(self.status, "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {
             "error": {
                 "message": self.message,
@@ -50,8 +68,8 @@ class ApiError(Exception):
             }
         }
 
-    def encode(self) -> bytes:
-        return msgspec.json.encode(self.body())
+    def encode(self, path: str = "") -> bytes:
+        return msgspec.json.encode(self.body(path))
 
 
 def shown(name: str) -> str:

@@ -33,9 +33,10 @@ def json_reply(data: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(data), status, media_type="application/json")
 
 
-def error_reply(error: ApiError) -> Response:
+def error_reply(error: ApiError, path: str) -> Response:
+    """The answer to a request for ``path`` that failed."""
     return Response(
-        error.encode(), error.status, headers=error.headers, media_type="application/json"
+        error.encode(path), error.status, headers=error.headers, media_type="application/json"
     )
 
 

@@ -78,13 +78,13 @@ class RequestLog:
                 logger.exception("request %s failed", request_id)
             if status:
                 raise  # the answer has begun: all that is left is to cut it off
-            await error_reply(answer)(scope, receive, send_with_id)
+            await error_reply(answer, scope["path"])(scope, receive, send_with_id)
         except asyncio.CancelledError:
             if status:
                 raise
             # The server ends, and the time that open requests had is over.
             answer = not_ready("the server is shutting down, and did not finish this request")
-            await error_reply(answer)(scope, receive, send_with_id)
+            await error_reply(answer, scope["path"])(scope, receive, send_with_id)
         finally:
             path = scope["path"]
             status = status or CLIENT_CLOSED_REQUEST
@@ -123,7 +123,7 @@ class Gate:
         refusal = self._refusal(scope["path"], headers)
         if refusal is not None:
             await _discard_body(receive)
-            await error_reply(refusal)(scope, receive, send)
+            await error_reply(refusal, scope["path"])(scope, receive, send)
             return
         num_bytes = 0
 
@@ -149,10 +149,10 @@ class Gate:
                 "with --allowed-host NAME (a web page may have pointed its own name here)",
                 code="host_not_allowed",
             )
-        if not self._has_key(path, headers.get("authorization", "")):
+        if not self._has_key(path, headers):
             return ApiError(
                 401,
-                "no valid API key; send one as 'Authorization: Bearer KEY'",
+                "no valid API key; send one as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
                 code="invalid_api_key",
                 type="authentication_error",
                 headers={"WWW-Authenticate": "Bearer"},
@@ -162,12 +162,14 @@ class Gate:
             return self._too_large()
         return None
 
-    def _has_key(self, path: str, authorization: str) -> bool:
+    def _has_key(self, path: str, headers: Headers) -> bool:
         keys = self._admin_keys if path in ADMIN_PATHS and self._admin_keys else self._api_keys
         if path in self._open_paths or not keys:
             return True
-        scheme, _, key = authorization.partition(" ")
-        return scheme.lower() == "bearer" and _is_among(key.strip(), keys)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and _is_among(key.strip(), keys):
+            return True
+        return _is_among(headers.get("x-api-key", ""), keys)  # Anthropic's clients send this
 
     def _too_large(self) -> ApiError:
         return ApiError(

@@ -15,6 +15,8 @@ from tellin.entrypoints.openai.classification import ClassificationService
 from tellin.entrypoints.openai.completions import CompletionService
 from tellin.entrypoints.openai.embeddings import EmbeddingService
 from tellin.entrypoints.openai.http import EventStream, body_reader, json_reply, until_disconnect
+from tellin.entrypoints.openai.messages import MessagesService
+from tellin.entrypoints.openai.messages_request import CountTokensRequest, MessagesRequest
 from tellin.entrypoints.openai.responses import ResponsesService
 from tellin.entrypoints.openai.responses_request import ResponsesRequest
 from tellin.entrypoints.openai.scores import ScoreService
@@ -34,6 +36,8 @@ DOCUMENTED_BODIES: tuple[type[BaseModel], ...] = (
     bodies.ChatCompletionRequest,
     bodies.CompletionRequest,
     ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
     bodies.EmbeddingRequest,
     bodies.ClassificationRequest,
     bodies.ScoreRequest,
@@ -51,6 +55,7 @@ def api_routes(context: ServingContext) -> APIRouter:
     chat = ChatService(context)
     completions = CompletionService(context)
     responses = ResponsesService(context)
+    messages = MessagesService(context)
     embeddings = EmbeddingService(context)
     classification = ClassificationService(context)
     scores = ScoreService(context)
@@ -60,6 +65,8 @@ def api_routes(context: ServingContext) -> APIRouter:
     read_chat = body_reader(bodies.ChatCompletionRequest, timeout_s)
     read_completion = body_reader(bodies.CompletionRequest, timeout_s)
     read_response = body_reader(ResponsesRequest, timeout_s)
+    read_message = body_reader(MessagesRequest, timeout_s)
+    read_count = body_reader(CountTokensRequest, timeout_s)
     read_embedding = body_reader(bodies.EmbeddingRequest, timeout_s)
     read_classification = body_reader(bodies.ClassificationRequest, timeout_s)
     read_score = body_reader(bodies.ScoreRequest, timeout_s)
@@ -86,6 +93,16 @@ def api_routes(context: ServingContext) -> APIRouter:
     async def create_response(request: Request) -> Response:
         body = await read_response(request)
         return await answer(request, await responses.prepare(body), body.stream)
+
+    @router.post("/v1/messages", openapi_extra=documented(MessagesRequest))
+    async def create_message(request: Request) -> Response:
+        body = await read_message(request)
+        return await answer(request, await messages.prepare(body), body.stream)
+
+    @router.post("/v1/messages/count_tokens", openapi_extra=documented(CountTokensRequest))
+    async def count_tokens(request: Request) -> Response:
+        body = await read_count(request)
+        return json_reply(await messages.count_tokens(body))
 
     @router.post("/v1/embeddings", openapi_extra=documented(bodies.EmbeddingRequest))
     async def create_embeddings(request: Request) -> Response:
