@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tellin.config import EngineArgs
 from tellin.entrypoints import cli
-from tellin.entrypoints.commands import chat, common, generate
+from tellin.entrypoints.commands import chat, common, generate, serve
 from tellin.entrypoints.llm import LLM
 from tellin.protocol import EngineCoreRequest
 from tests.engine.fakes import EngineMaker, FakeClient, text_ids
@@ -101,11 +102,8 @@ def test_errors_are_one_line(
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (("serve", "m", "--max-num-seqs", "4"), "--max-num-seqs is given as --set max_num_seqs="),
-        (("chat", "--no-enable-prefix-caching"), "--set enable_prefix_caching=false"),
         (("serve", "--model", "m"), "the model is given without --model"),
         (("generate", "--max_model_len=64", "x"), "it is written --max-model-len"),
-        (("serve", "m", "--enforce-eager"), "--enforce-eager would have no effect: leave it out"),
         (("serve", "m", "--quantization", "awq"), "--quantization is not supported: leave it out"),
         (("serve", "m", "--enable-auto-tool-choice"), "tools work as they are"),
         (("serve", "m", "--served-model-name", "a", "b"), "is written once for each"),
@@ -116,6 +114,35 @@ def test_engine_arguments_that_are_no_options_are_explained(
 ) -> None:
     assert tellin(*arguments) == cli.EXIT_USAGE
     assert hint in capsys.readouterr().err
+
+
+def test_engine_arguments_are_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command line of vLLM's, and what it means here."""
+    seen: list[Any] = []
+    monkeypatch.setattr(serve, "run", lambda args: seen.append(args) or 0)
+    assert tellin(
+        "serve", "--max-num-seqs", "4", "--no-enable-prefix-caching", "m", "--max-model-len", "64",
+        "--gpu-memory-utilization=0.5", "--enforce-eager", "--set", "block_size=32",
+        "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}',
+    ) == 0  # fmt: skip
+    [args] = seen
+    assert (args.model, args.max_model_len) == ("m", 64)
+    assert dict(map(common.parse_assignment, args.set)) == {
+        "max_num_seqs": 4,
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.5,
+        "block_size": 32,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 4},
+    }
+    EngineArgs.from_dict({"model": "m", **dict(map(common.parse_assignment, args.set))})
+    assert capsys.readouterr().err == "note: --enforce-eager has no effect here\n"
+    assert tellin("serve", "m", "--max-num-seqs") == cli.EXIT_USAGE
+    assert "--max-num-seqs: expected one argument" in capsys.readouterr().err
+    seen.clear()
+    assert tellin("serve", "m") == 0
+    assert seen[0].set == [], "nothing is left from the run before"
 
 
 @pytest.mark.parametrize("arguments", [("serve", "m", "--nonsense"), ("models", "--max-num-seqs")])

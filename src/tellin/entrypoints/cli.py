@@ -87,6 +87,10 @@ def _run(arguments: list[str]) -> int:
     module = import_module(f"tellin.entrypoints.commands.{command.replace('-', '_')}")
     parser = _make_parser(f"tellin {command}", module.DESCRIPTION, module.EXAMPLES)
     module.add_arguments(parser)
+    if parser.get_default("set") is not None:
+        from tellin.entrypoints.commands.engine_options import add_engine_options
+
+        add_engine_options(parser)
     from tellin.exceptions import InvalidParameterError, TellinError
 
     try:
@@ -107,31 +111,21 @@ def _run(arguments: list[str]) -> int:
 
 
 def _unrecognized(unknown: list[str], usage: str) -> str:
-    """The message about options that a command lacks; engine arguments have another place."""
-    from dataclasses import fields
-
-    from tellin.config import ENGINE_ARGS_WITHOUT_EFFECT, UNSUPPORTED_ENGINE_ARGS, EngineArgs
+    """The message about options that a command lacks."""
+    from tellin.config import UNSUPPORTED_ENGINE_ARGS
 
     message = f"unrecognized arguments: {' '.join(unknown)}"
-    known = {item.name for item in fields(EngineArgs)}
     for argument in unknown:
         if not argument.startswith("--"):
             continue
         name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
         option = f"--{name.replace('_', '-')}"
-        field_name = name if name in known else name.removeprefix("no_")
-        if field_name in known and f"[{option} " in usage:
+        if f"[{option} " in usage:
             hint = f"it is written {option}"
         elif name == "model":
             hint = "the model is given without --model"
         elif "[--set " not in usage:
             continue
-        elif name in known:
-            hint = f"{option} is given as --set {name}=VALUE"
-        elif field_name in known:
-            hint = f"{option} is given as --set {field_name}=false"
-        elif field_name in ENGINE_ARGS_WITHOUT_EFFECT:
-            hint = f"{option} would have no effect: leave it out"
         elif name in UNSUPPORTED_ENGINE_ARGS:
             hint = f"{option} is not supported: {UNSUPPORTED_ENGINE_ARGS[name]}"
         elif name in _OTHER_OPTIONS:

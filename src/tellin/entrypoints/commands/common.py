@@ -48,7 +48,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other engine argument, such as kv_cache_dtype=int8 (repeatable)",
+        help="any other engine argument, such as kv_cache_dtype=int8 (repeatable); "
+        "--kv-cache-dtype int8 means the same",
     )
     group.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
 

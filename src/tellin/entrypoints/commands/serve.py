@@ -25,7 +25,7 @@ EXAMPLES = """\
 examples:
   tellin serve
   tellin serve ./model.gguf --port 8080 --api-key-file keys.txt --host 0.0.0.0
-  tellin serve smollm2 --set kv_cache_dtype=int8 --set max_num_seqs=64
+  tellin serve smollm2 --kv-cache-dtype int8 --max-num-seqs 64
   tellin serve smollm2 --lora sql=./adapters/sql --lora poems=./adapters/poems
   tellin serve minilm --served-model-name text-embedding
   curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
@@ -78,7 +78,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other engine argument, such as kv_cache_dtype=int8 (repeatable)",
+        help="any other engine argument, such as kv_cache_dtype=int8 (repeatable); "
+        "--kv-cache-dtype int8 means the same",
     )
     group.add_argument("-q", "--quiet", action="store_true", help="log warnings and errors only")
 
