@@ -1,7 +1,6 @@
 // AVX-512 VNNI table of the linear kernels.
-#include "linear_f32.h"
-#include "linear_int.h"
 #include "quantize.h"
+#include "tables.h"
 
 namespace tellin {
 
@@ -9,68 +8,15 @@ const LinearKernels* avx512_linear_table();
 
 namespace {
 
-template <class Act>
-void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
-                    int64_t g1, float* out, int64_t ldo) {
-  switch (w.source) {
-#define TELLIN_CASE(type) \
-  case QuantType::type:   \
-    return linear_int<QuantType::type, Act>(w, x, m0, m1, g0, g1, out, ldo);
-    TELLIN_CASE(Q4_0)
-    TELLIN_CASE(Q4_1)
-    TELLIN_CASE(Q5_0)
-    TELLIN_CASE(Q5_1)
-    TELLIN_CASE(Q8_0)
-    TELLIN_CASE(Q2_K)
-    TELLIN_CASE(Q3_K)
-    TELLIN_CASE(Q4_K)
-    TELLIN_CASE(Q5_K)
-    TELLIN_CASE(Q6_K)
-    TELLIN_CASE(IQ4_NL)
-    TELLIN_CASE(IQ4_XS)
-    TELLIN_CASE(MXFP4)
-#undef TELLIN_CASE
-    default:
-      return;  // float weights have no integer path (packed_group_bytes is 0)
-  }
-}
-
-void linear_f32_any(const PackedMatrix& w, const float* x, int64_t ldx, int64_t m0, int64_t m1, int64_t g0,
-                    int64_t g1, float* out, int64_t ldo) {
-  switch (w.source) {
-#define TELLIN_CASE(type) \
-  case QuantType::type:   \
-    return linear_f32<QuantType::type>(w, x, ldx, m0, m1, g0, g1, out, ldo);
-    TELLIN_CASE(F32)
-    TELLIN_CASE(F16)
-    TELLIN_CASE(BF16)
-    TELLIN_CASE(E4M3)
-    TELLIN_CASE(Q4_0)
-    TELLIN_CASE(Q4_1)
-    TELLIN_CASE(Q5_0)
-    TELLIN_CASE(Q5_1)
-    TELLIN_CASE(Q8_0)
-    TELLIN_CASE(Q2_K)
-    TELLIN_CASE(Q3_K)
-    TELLIN_CASE(Q4_K)
-    TELLIN_CASE(Q5_K)
-    TELLIN_CASE(Q6_K)
-    TELLIN_CASE(IQ4_NL)
-    TELLIN_CASE(IQ4_XS)
-    TELLIN_CASE(MXFP4)
-#undef TELLIN_CASE
-  }
-}
-
 constexpr LinearKernels kTable = {"avx512",
                                   nullptr,
                                   nullptr,
                                   nullptr,
                                   nullptr,
                                   quantize_row,
-                                  linear_int_any<Act8>,
-                                  linear_int_any<Act16>,
-                                  linear_f32_any,
+                                  avx512_linear_int8,
+                                  avx512_linear_int16,
+                                  avx512_linear_f32,
                                   nullptr,
                                   quantize_part,
                                   nullptr};

@@ -232,27 +232,30 @@ TileFunction tile_of(int tokens) {
   return run_tile<T, Act, kKind, kGroups, kLeast>;
 }
 
-// The tiles of a chunk: the first, and those of the same number of tokens and of one more.
+// The tiles of a chunk: the first, and those of the same number of tokens and of one more. A single group is
+// multiplied by one tile at a time: it is the last of an odd number of groups, or streamed for few tokens.
 struct Tiles {
   TileFunction first, least, greater;
 };
 
 template <QuantType T, class Act, int kGroups>
 Tiles tiles_of(int num_tiles, int least, bool has_tables) {
-  if (num_tiles == 1) {
+  if (kGroups == 1 || num_tiles == 1) {
     const TileFunction only = tile_of<T, Act, TileKind::kOnly, kGroups, 1>(least);
     return {only, only, only};
   }
-  if constexpr (Act::kPlanes == 1) {
+  if constexpr (kGroups == 2 && Act::kPlanes == 1) {
     if (has_tables) {
       constexpr int kLeast = kMaxTile * kTilesWithoutTables<T> / (kTilesWithoutTables<T> + 1);
       const auto reader = tile_of<T, Act, TileKind::kReader, kGroups, kLeast>;
       return {tile_of<T, Act, TileKind::kMaker, kGroups, kLeast>(least), reader(least), reader(least + 1)};
     }
   }
-  constexpr int kLeast = (kMaxTile + 1) / 2;
-  const auto later = tile_of<T, Act, TileKind::kLater, kGroups, kLeast>;
-  return {tile_of<T, Act, TileKind::kFirst, kGroups, kLeast>(least), later(least), later(least + 1)};
+  if constexpr (kGroups == 2) {
+    constexpr int kLeast = (kMaxTile + 1) / 2;
+    const auto later = tile_of<T, Act, TileKind::kLater, kGroups, kLeast>;
+    return {tile_of<T, Act, TileKind::kFirst, kGroups, kLeast>(least), later(least), later(least + 1)};
+  }
 }
 
 struct IntProblem {
@@ -262,8 +265,8 @@ struct IntProblem {
   int64_t ldo;
 };
 
-// Tokens [m0, m0 + tokens) x groups [g0, g0 + kGroups), tokens <= kMaxTokens. Groups at `after` are read
-// next.
+// Tokens [m0, m0 + tokens) x groups [g0, g0 + kGroups), tokens <= kMaxTokens; of one group <= kMaxTile.
+// Groups at `after` are read next.
 template <QuantType T, class Act, int kGroups>
 void run_groups(const IntProblem& p, int64_t m0, int tokens, int64_t g0, const uint8_t* after,
                 SumTables* tables) {
@@ -362,9 +365,38 @@ void linear_int(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64
       if (step == 2 && g + 2 <= g1) {
         run_groups<T, Act, 2>(problem, begin, tokens, g, after, tables);
       } else {
-        run_groups<T, Act, 1>(problem, begin, tokens, g, after, tables);
+        for (int t = 0; t < tokens; t += kMaxTile) {
+          const int some = tokens - t < kMaxTile ? tokens - t : kMaxTile;
+          run_groups<T, Act, 1>(problem, begin + t, some, g, after, tables);
+        }
       }
     }
+  }
+}
+
+template <class Act>
+void linear_int_any(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                    int64_t g1, float* out, int64_t ldo) {
+  switch (w.source) {
+#define TELLIN_CASE(type) \
+  case QuantType::type:   \
+    return linear_int<QuantType::type, Act>(w, x, m0, m1, g0, g1, out, ldo);
+    TELLIN_CASE(Q4_0)
+    TELLIN_CASE(Q4_1)
+    TELLIN_CASE(Q5_0)
+    TELLIN_CASE(Q5_1)
+    TELLIN_CASE(Q8_0)
+    TELLIN_CASE(Q2_K)
+    TELLIN_CASE(Q3_K)
+    TELLIN_CASE(Q4_K)
+    TELLIN_CASE(Q5_K)
+    TELLIN_CASE(Q6_K)
+    TELLIN_CASE(IQ4_NL)
+    TELLIN_CASE(IQ4_XS)
+    TELLIN_CASE(MXFP4)
+#undef TELLIN_CASE
+    default:
+      return;  // float weights have no integer path (packed_group_bytes is 0)
   }
 }
 

@@ -1,0 +1,12 @@
+// AVX-512 VNNI: packed codes x 8-bit activations, of every format.
+#include "linear_int.h"
+#include "tables.h"
+
+namespace tellin {
+
+void avx512_linear_int8(const PackedMatrix& w, const QuantizedRows& x, int64_t m0, int64_t m1, int64_t g0,
+                        int64_t g1, float* out, int64_t ldo) {
+  linear_int_any<Act8>(w, x, m0, m1, g0, g1, out, ldo);
+}
+
+}  // namespace tellin
