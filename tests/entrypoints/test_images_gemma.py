@@ -128,7 +128,7 @@ def test_prompt_logprobs(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
     with LLM(str(gemma), **SMALL) as made:
         whole = results(made.generate(PROMPTS, params))
-    monkeypatch.setattr("tellin.worker.model_runner._PROMPT_LOGITS_BYTES", 1)
+    monkeypatch.setattr("tellin.worker.prompt_passes._LOGITS_BYTES", 1)
     for budget in (128, 19):
         with LLM(str(gemma), **{**SMALL, "max_num_batched_tokens": budget}) as made:
             assert results(made.generate(PROMPTS, params)) == whole
