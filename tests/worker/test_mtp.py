@@ -217,7 +217,7 @@ def test_an_engine_that_pools_too(tmp_path: Path) -> None:
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "m", "mimo")
-    with pytest.raises(TellinError, match="needed by method 'draft_model' and by no other"):
+    with pytest.raises(TellinError, match=r"engine's own model \('.*m'\), got model='other'"):
         engine(path, mtp(2, model="other"))
     with pytest.raises(TellinError, match="method='mtp' does not go with enable_prompt_embeds"):
         engine(path, mtp(2), enable_prompt_embeds=True)
