@@ -31,6 +31,9 @@ FADE = 0.9
 PRIOR = 2.0
 """Weight, in drafts, of what is expected of a request because of those before it."""
 
+LAYER_FADE, LAYER_PRIOR = 0.95, 5.0
+"""The same for a layer of the model: how well it guesses depends on the model before the text."""
+
 EXPECTED = (0.3, 0.75)
 """Chance that a short or a long draft is right, until some have been seen; drafts of a draft model
 and of a model's own layer count as long."""
@@ -119,6 +122,8 @@ class SpecDecodeController:
         self._has_weights = config is not None and config.has_weights
         # A layer of the model has read all when it is taken up again; a draft model would have to.
         self._reads_always = config is not None and config.method == "mtp"
+        self._fade = LAYER_FADE if self._reads_always else FADE
+        self._prior = LAYER_PRIOR if self._reads_always else PRIOR
         self._times = StepTimeModel()
         # As parts of a step: of one that drafts nothing, and (part, number of drafts) of others.
         self._reading_parts: deque[float] = deque(maxlen=15)
@@ -250,7 +255,7 @@ class SpecDecodeController:
     def _chance(self, request: Request, kind: int) -> float:
         """Estimated chance that the next draft is right after all before it were."""
         right, wrong = request.num_drafts_right[kind], request.num_drafts_wrong[kind]
-        return (right + PRIOR * self._expected(kind)) / (right + wrong + PRIOR)
+        return (right + self._prior * self._expected(kind)) / (right + wrong + self._prior)
 
     def _best_length(self, chance: float) -> int:
         """Length with the most tokens per second, 0 if none gains.
@@ -279,8 +284,9 @@ class SpecDecodeController:
     def observe(self, request: Request, num_drafts: int, num_right: int) -> None:
         """``num_drafts`` drafts of a request were verified, the first ``num_right`` delivered."""
         num_wrong, kind = int(num_right < num_drafts), request.draft_kind
-        request.num_drafts_right[kind] = request.num_drafts_right[kind] * FADE + num_right
-        request.num_drafts_wrong[kind] = request.num_drafts_wrong[kind] * FADE + num_wrong
+        right, wrong = request.num_drafts_right, request.num_drafts_wrong
+        right[kind] = right[kind] * self._fade + num_right
+        wrong[kind] = wrong[kind] * self._fade + num_wrong
         self._num_right[kind] = self._num_right[kind] * FORGET + num_right
         self._num_wrong[kind] = self._num_wrong[kind] * FORGET + num_wrong
         stats = self._stats
