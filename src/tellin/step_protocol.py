@@ -150,8 +150,8 @@ class ModelRunnerOutput(msgspec.Struct):
     per request that asked, with the step that samples its first token. ``errors`` maps a request to
     the reason why it alone failed; ``client_errors`` are those of them that are the client's fault.
     ``model_time_s`` is what the forward pass and sampling took. ``draft_token_ids`` are proposals
-    for the next step; ``draft_time_s`` is what drafting took besides. A layer of the model that drafts reads
-    in every step: its time is there without drafts, too.
+    for the next step; ``draft_time_s`` is what drafting took besides. A layer of the model that
+    drafts reads in every step: its time is there without drafts, too.
     """
 
     req_ids: list[str]
