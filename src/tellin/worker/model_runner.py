@@ -1,8 +1,10 @@
 """`ModelRunner`: from a `SchedulerOutput` to arrays, through the backend, to sampled ids.
 
-Owns the input batch, the sampler and everything a worker remembers of live requests. It knows no
-files and no processes. A failure that belongs to one request (bad parameters or logits, masks that
-leave nothing, a user's processor that raises) ends up in ``errors``; the others go on.
+Owns the input batch, the sampler and everything a worker remembers of live requests. A step is
+`execute_model`, then `sample_tokens`; what log-probabilities of prompts need of it is in
+`prompt_passes`, when drafts are made in `drafting`, the steps that most are in `steady_decode`. It
+knows no files and no processes. A failure that belongs to one request (bad parameters or logits,
+masks that leave nothing, a user's processor that raises) ends up in ``errors``; the others go on.
 """
 
 from __future__ import annotations
