@@ -149,7 +149,9 @@ class ModelRunnerOutput(msgspec.Struct):
     last known token. ``logprobs[i]`` describes exactly these ids. ``prompt_logprobs`` appears once
     per request that asked, with the step that samples its first token. ``errors`` maps a request to
     the reason why it alone failed; ``client_errors`` are those of them that are the client's fault.
-    ``draft_token_ids`` are proposals for the next step, which took ``draft_time_s``.
+    ``model_time_s`` is what the forward pass and sampling took. ``draft_token_ids`` are proposals
+    for the next step; ``draft_time_s`` is what drafting took besides. A layer of the model that
+    drafts reads in every step: its time is there without drafts, too.
     """
 
     req_ids: list[str]

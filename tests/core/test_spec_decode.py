@@ -442,3 +442,52 @@ def test_3_8_7_at_most_128_drafts(number: Any) -> None:
     config = speculative_config(args)
     assert config is not None
     assert config.num_speculative_tokens == 128
+
+
+def layer_seconds(
+    chance: float, reading: float, draft_cost: float, num_tokens: int, stall: int, seed: int
+) -> float:
+    """Time of a request, a row of which costs 0.1 of a step, with a layer that reads in each.
+
+    Args:
+        stall: a step in which the machine stands still while the layer reads; the time for that is
+            not part of the result.
+    """
+    rng = random.Random(seed)
+    spec = SpecDecodeController(SpeculativeConfig("mtp", 4))
+    request = Request("r", [1] * 20, SamplingParams(max_tokens=9999), None, max_model_len=9999)
+    seconds, drafts, num_steps = 0.0, list[int](), 0
+    while request.num_tokens < 20 + num_tokens:
+        num_drafts, num_right = len(drafts), 0
+        while num_right < num_drafts and rng.random() < chance:
+            num_right += 1
+        request.append_output_token_ids([1] * (1 + num_right))
+        if num_drafts:
+            spec.observe(request, num_drafts, num_right)
+        most, limits = spec.limits([request])
+        limit = limits.get("r", most)
+        step, drafting = 0.9 + 0.1 * (1 + num_drafts), reading + draft_cost * limit
+        num_steps += 1
+        spec.observe_step(1, 1 + num_drafts, step, drafting + 9 * (num_steps == stall), limit)
+        drafts = spec.accept(request, [7] * limit)
+        seconds += step + drafting
+    return seconds
+
+
+@pytest.mark.parametrize("stall", [-1, 2, 4, 5, 6])
+@pytest.mark.parametrize("chance", [0.4, 0.9])
+def test_what_is_read_in_any_case_is_no_cost_of_a_draft(chance: float, stall: int) -> None:
+    """A layer that reads half as long as a step takes: its drafts themselves are cheap."""
+    gain = {0.4: 1.15, 0.9: 2.2}[chance]
+    seconds = sum(layer_seconds(chance, 0.5, 0.05, 400, stall, seed) for seed in range(5))
+    assert seconds < 5 * 400 * 1.5 / gain
+
+
+@pytest.mark.parametrize("stall", [-1, 2, 3, 4])
+@pytest.mark.parametrize(("reading", "draft_cost"), [(0.02, 0.5), (0.3, 0.3), (0.0, 0.04)])
+def test_a_layer_that_guesses_badly_costs_little(
+    reading: float, draft_cost: float, stall: int
+) -> None:
+    """Beside what it reads in any case: at least 0.95 x the speed."""
+    seconds = layer_seconds(0.05, reading, draft_cost, 1000, stall, 1)
+    assert seconds < 1000 * (1.0 + reading) / 0.95

@@ -159,6 +159,8 @@ def suffix(**options: Any) -> dict[str, Any]:
         ({"method": "qwen3_next_mtp"}, "mtp", 1, (5, 5)),
         ({"method": "mtp", "num_speculative_tokens": None}, "mtp", 1, (5, 5)),
         ({"method": "mtp", "num_speculative_tokens": 3}, "mtp", 3, (5, 5)),
+        ({"method": "mtp", "model": "m"}, "mtp", 1, (5, 5)),
+        ({"method": "mimo_mtp", "model": "/models/../models/m.gguf"}, "mtp", 1, (5, 5)),
         (suffix(), "suffix", 24, (5, 5)),
         (suffix(max_tree_depth=6), "suffix", 6, (5, 5)),
         (suffix(max_tree_depth=600), "suffix", 128, (5, 5)),

@@ -76,7 +76,7 @@ def make_engine(model: Path, **options: Any) -> LLMEngine:
     args = EngineArgs(model, backend=BACKEND, **{**settings, **options})
     engine = LLMEngine.from_engine_args(args)
     core = engine.engine_core.engine_core  # type: ignore[attr-defined]
-    core.executor.worker.runner._max_prompt_logits = 16  # prompt logprobs take passes of their own
+    core.executor.worker.runner.prompts.max_logits = 16  # prompt logprobs take passes of their own
     states = core.scheduler.kv_cache_manager.states
     states.min_saved_tokens, states.checkpoint_tokens, states.decode_tokens = 16, 32, 16
     return engine

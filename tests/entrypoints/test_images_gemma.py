@@ -128,10 +128,33 @@ def test_prompt_logprobs(gemma: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
     with LLM(str(gemma), **SMALL) as made:
         whole = results(made.generate(PROMPTS, params))
-    monkeypatch.setattr("tellin.worker.model_runner._PROMPT_LOGITS_BYTES", 1)
+    monkeypatch.setattr("tellin.worker.prompt_passes._LOGITS_BYTES", 1)
     for budget in (128, 19):
         with LLM(str(gemma), **{**SMALL, "max_num_batched_tokens": budget}) as made:
             assert results(made.generate(PROMPTS, params)) == whole
+
+
+@pytest.mark.parametrize("budget", [128, ROWS + 3])
+def test_rows_of_logits_for_prompts_are_bounded(
+    gemma: Path, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an image, whose rows are computed in one pass, has more of them."""
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=1)
+    with LLM(str(gemma), **{**SMALL, "max_num_batched_tokens": budget}) as made:
+        whole = results(made.generate(PROMPTS, params))
+    most, seen, forward = 5, list[int](), NativeBackend.forward
+
+    def watched(self: NativeBackend, batch: StepBatch) -> Any:
+        seen.append(len(batch.logits_indices))
+        return forward(self, batch)
+
+    monkeypatch.setattr(NativeBackend, "forward", watched)
+    with LLM(str(gemma), **{**SMALL, "max_num_batched_tokens": budget}) as made:
+        core = made.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
+        core.executor.worker.runner.prompts.max_logits = most
+        assert results(made.generate(PROMPTS, params)) == whole
+    # One more for each of four requests' first id, and for an end of each of their prompts.
+    assert most <= max(seen) <= most + 8 < ROWS
 
 
 def test_other_text_behind_the_same_image(gemma: Path, alone: list[Any]) -> None:

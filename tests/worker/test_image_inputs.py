@@ -221,7 +221,7 @@ def test_prompt_logprobs(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Non
     params = SamplingParams(temperature=0, prompt_logprobs=0)
     tables = []
     for limit in (1000, 4):
-        monkeypatch.setattr(worker.runner, "_max_prompt_logits", limit)
+        monkeypatch.setattr(worker.runner.prompts, "max_logits", limit)
         d = ImageDriver(worker)
         d.add_images("x", "a", params=params)
         output = d.step()

@@ -226,7 +226,7 @@ def test_p08_p09_prompt_logprobs(chunk: int, limit: int) -> None:
     """P08, P09, 3.10: complete, once, with the first token; equal for all chunk and pass sizes."""
     prompt = [(7 * i * i + i) % V for i in range(300)]
     d = driver()
-    d.runner._max_prompt_logits = limit
+    d.runner.prompts.max_logits = limit
     d.add("long", prompt, SamplingParams(prompt_logprobs=3, seed=1))
     for i in range(2):
         d.add(f"short{i}", [i, 5], SamplingParams(temperature=0))

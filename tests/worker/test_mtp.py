@@ -177,7 +177,7 @@ def test_a_prompt_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_log_probabilities_of_long_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes of their own for the logits of prompts show the layer their rows as well."""
     path = write_checkpoint(tmp_path / "m", "qwen35")
-    monkeypatch.setattr("tellin.worker.model_runner._PROMPT_LOGITS_BYTES", 4 * VOCAB * 16)
+    monkeypatch.setattr("tellin.worker.prompt_passes._LOGITS_BYTES", 4 * VOCAB * 16)
     seen = watched(path, monkeypatch)
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
     with engine(path, mtp(2)) as llm:
@@ -217,7 +217,7 @@ def test_an_engine_that_pools_too(tmp_path: Path) -> None:
 
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     path = write_checkpoint(tmp_path / "m", "mimo")
-    with pytest.raises(TellinError, match="needed by method 'draft_model' and by no other"):
+    with pytest.raises(TellinError, match=r"engine's own model \('.*m'\), got model='other'"):
         engine(path, mtp(2, model="other"))
     with pytest.raises(TellinError, match="method='mtp' does not go with enable_prompt_embeds"):
         engine(path, mtp(2), enable_prompt_embeds=True)

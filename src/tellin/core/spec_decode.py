@@ -31,6 +31,9 @@ FADE = 0.9
 PRIOR = 2.0
 """Weight, in drafts, of what is expected of a request because of those before it."""
 
+LAYER_FADE, LAYER_PRIOR = 0.95, 5.0
+"""The same for a layer of the model: how well it guesses depends on the model before the text."""
+
 EXPECTED = (0.3, 0.75)
 """Chance that a short or a long draft is right, until some have been seen; drafts of a draft model
 and of a model's own layer count as long."""
@@ -51,10 +54,13 @@ LONG_DRAFT = 4
 a text is being copied they are right, whatever chance matches came before."""
 
 CHEAP_DRAFT = 0.05
-"""Cost of a drafted token, relative to a step, up to which tries are free of thought."""
+"""Cost of the longest draft, relative to a step, up to which tries are free of thought."""
 
 MAX_WRONG = 2.5
 """A request gives costly drafts up after so many wrong ones in a row."""
+
+MIN_READINGS = 3
+"""What a step takes that drafts nothing is believed after so many: one may have been a stall."""
 
 PROBE_INTERVAL = 16
 """While costly drafts do not pay, one new request in so many tries them nevertheless."""
@@ -114,10 +120,14 @@ class SpecDecodeController:
         self.num_spec_tokens = config.num_speculative_tokens if config is not None else 0
         self._adaptive = config is not None and config.adaptive
         self._has_weights = config is not None and config.has_weights
-        # To be taken up again, a draft model would have to read all that it missed.
-        self._can_resume = config is not None and config.method == "mtp"
+        # A layer of the model has read all when it is taken up again; a draft model would have to.
+        self._reads_always = config is not None and config.method == "mtp"
+        self._fade = LAYER_FADE if self._reads_always else FADE
+        self._prior = LAYER_PRIOR if self._reads_always else PRIOR
         self._times = StepTimeModel()
-        self._draft_times: deque[float] = deque(maxlen=15)
+        # As parts of a step: of one that drafts nothing, and (part, number of drafts) of others.
+        self._reading_parts: deque[float] = deque(maxlen=15)
+        self._drafting_parts: deque[tuple[float, int]] = deque(maxlen=15)
         self._row_cost, self._draft_cost = DEFAULT_ROW_COST, 0.0
         self._best: dict[int, int] = {}
         # Of all requests together, by kind, for what is expected of a new one.
@@ -141,26 +151,42 @@ class SpecDecodeController:
 
         Args:
             seconds: of the forward pass and of sampling.
-            draft_seconds: of drafting for the next step, besides.
+            draft_seconds: of drafting for the next step, besides. A layer of the model reads every
+                position, so it takes time without drafts too; that is no cost of a draft.
             num_drafted: length of the longest draft that came of it.
         """
         if not self._adaptive or seconds <= 0.0:
             return
         self._times.observe(num_rows, seconds)
+        step = self._times.seconds(num_requests)
+        if step > 0.0 and num_drafted > 0:
+            self._drafting_parts.append((draft_seconds / step, num_drafted))
+        elif step > 0.0 and self._reads_always:
+            self._reading_parts.append(draft_seconds / step)
+        reading, draft_cost = self._drafting_costs()
         row_cost = min(0.99, max(0.005, self._times.relative_row_cost(num_requests)))
-        draft_cost = self._draft_cost
-        if num_drafted > 0:
-            self._draft_times.append(draft_seconds / num_drafted)
-            step = self._times.seconds(num_requests)
-            if step > 0.0:
-                draft_cost = statistics.median(self._draft_times) / step
+        row_cost, draft_cost = row_cost / (1.0 + reading), draft_cost / (1.0 + reading)
         if row_cost != self._row_cost or draft_cost != self._draft_cost:
             self._row_cost, self._draft_cost = row_cost, draft_cost
             self._best.clear()
 
+    def _drafting_costs(self) -> tuple[float, float]:
+        """What every step costs for the sake of drafts, and what a draft does, as parts of a step.
+
+        Until steps without drafts were seen, all of it counts as the drafts': if they do not pay so
+        dear, such steps follow.
+        """
+        reading = 0.0
+        if len(self._reading_parts) >= MIN_READINGS:
+            reading = statistics.median(self._reading_parts)
+        if not self._drafting_parts:
+            return reading, 0.0
+        costs = [(part - reading) / count for part, count in self._drafting_parts]
+        return reading, max(statistics.median(costs), 0.0)
+
     @property
     def _is_costly(self) -> bool:
-        return self._has_weights and self._draft_cost > CHEAP_DRAFT
+        return self._has_weights and self._draft_cost * self.num_spec_tokens > CHEAP_DRAFT
 
     # ------------------------------------------------------------------ draft length
 
@@ -203,7 +229,7 @@ class SpecDecodeController:
         if request.is_drafting_over:
             return 0
         limit = self._best_length(self._chance(request, 1))
-        if limit == 0 and self._can_resume:
+        if limit == 0 and self._reads_always:
             limit = int(self._num_steps % RETRY_INTERVAL == 0)
         elif limit == 0:
             limit = int(self._may_probe(request))
@@ -229,7 +255,7 @@ class SpecDecodeController:
     def _chance(self, request: Request, kind: int) -> float:
         """Estimated chance that the next draft is right after all before it were."""
         right, wrong = request.num_drafts_right[kind], request.num_drafts_wrong[kind]
-        return (right + PRIOR * self._expected(kind)) / (right + wrong + PRIOR)
+        return (right + self._prior * self._expected(kind)) / (right + wrong + self._prior)
 
     def _best_length(self, chance: float) -> int:
         """Length with the most tokens per second, 0 if none gains.
@@ -258,8 +284,9 @@ class SpecDecodeController:
     def observe(self, request: Request, num_drafts: int, num_right: int) -> None:
         """``num_drafts`` drafts of a request were verified, the first ``num_right`` delivered."""
         num_wrong, kind = int(num_right < num_drafts), request.draft_kind
-        request.num_drafts_right[kind] = request.num_drafts_right[kind] * FADE + num_right
-        request.num_drafts_wrong[kind] = request.num_drafts_wrong[kind] * FADE + num_wrong
+        right, wrong = request.num_drafts_right, request.num_drafts_wrong
+        right[kind] = right[kind] * self._fade + num_right
+        wrong[kind] = wrong[kind] * self._fade + num_wrong
         self._num_right[kind] = self._num_right[kind] * FORGET + num_right
         self._num_wrong[kind] = self._num_wrong[kind] * FORGET + num_wrong
         stats = self._stats

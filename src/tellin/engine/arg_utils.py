@@ -92,7 +92,7 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
     whole_prompts = _pools_whole_prompts(metadata, model_config)
     cache_config = _cache_config(args, whole_prompts)
     scheduler_config = _scheduler_config(args, model_config, whole_prompts)
-    speculation = speculative_config(args.speculative_config)
+    speculation = speculative_config(args.speculative_config, str(args.model), path)
     looks_up_inputs = metadata.hparams.per_layer_input_size > 0
     check_prompt_embeds(args.enable_prompt_embeds, model_config, speculation, looks_up_inputs)
     return EngineConfig(

@@ -99,8 +99,14 @@ def reasoning_config(given: Any, path: Path, model: ModelConfig) -> ReasoningCon
     )
 
 
-def speculative_config(given: Any) -> SpeculativeConfig | None:
+def speculative_config(
+    given: Any, target: str = "", target_path: Path | None = None
+) -> SpeculativeConfig | None:
     """Of a dict, in which what follows may be left out, or as it is.
+
+    Args:
+        target: the engine's model as the user wrote it; method mtp may name it.
+        target_path: where that is.
 
     Raises:
         InvalidTypeError, InvalidParameterError: naming the option.
@@ -113,6 +119,8 @@ def speculative_config(given: Any) -> SpeculativeConfig | None:
     check_choice("speculative_config.method", config.method, SPECULATIVE_METHODS)
     wanted = config.num_speculative_tokens
     check_int("speculative_config.num_speculative_tokens", wanted, 1, MAX_DRAFT_TOKENS)
+    if config.method == "mtp" and config.model is not None:
+        config = _without_own_model(config, target, target_path)
     if (config.method == "draft_model") != (config.model is not None):
         raise InvalidParameterError(
             "speculative_config.model is needed by method 'draft_model' and by no other, got "
@@ -122,6 +130,24 @@ def speculative_config(given: Any) -> SpeculativeConfig | None:
         )
     _check_drafters(config)
     return config
+
+
+def _without_own_model(
+    config: SpeculativeConfig, target: str, target_path: Path | None
+) -> SpeculativeConfig:
+    """Of method mtp: ``model`` may only say again which model the engine has."""
+    named = str(config.model)
+    is_target = named == target
+    if not is_target and target_path is not None:
+        is_target = Path(named).resolve() == target_path.resolve()
+    if not is_target:
+        raise InvalidParameterError(
+            "speculative_config.method='mtp' drafts with a layer of the engine's own model "
+            f"({target!r}), got model={named!r}; leave model out, or use method 'draft_model'",
+            parameter="speculative_config.model",
+            value=config.model,
+        )
+    return dataclasses.replace(config, model=None)
 
 
 def _complete_speculative(given: Mapping[str, Any]) -> dict[str, Any]:

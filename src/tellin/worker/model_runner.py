@@ -1,15 +1,17 @@
 """`ModelRunner`: from a `SchedulerOutput` to arrays, through the backend, to sampled ids.
 
-Owns the input batch, the sampler and everything a worker remembers of live requests. It knows no
-files and no processes. A failure that belongs to one request (bad parameters or logits, masks that
-leave nothing, a user's processor that raises) ends up in ``errors``; the others go on.
+Owns the input batch, the sampler and everything a worker remembers of live requests. A step is
+`execute_model`, then `sample_tokens`; what log-probabilities of prompts need of it is in
+`prompt_passes`, when drafts are made in `drafting`, the steps that most are in `steady_decode`. It
+knows no files and no processes. A failure that belongs to one request (bad parameters or logits,
+masks that leave nothing, a user's processor that raises) ends up in ``errors``; the others go on.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -20,23 +22,19 @@ from tellin.exceptions import EngineError
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.sampler import Sampler, SampleResult, SampleRows
 from tellin.step_protocol import GrammarOutput, ModelRunnerOutput, SchedulerOutput
-from tellin.worker.backends import (
-    Backend,
-    block_maxima,
-    has_token_types,
-    hidden_rows_are_tokens,
-)
+from tellin.worker import drafting
+from tellin.worker.backends import Backend, block_maxima, has_token_types
 from tellin.worker.classifier import ClassifierHead
 from tellin.worker.dense_layers import DenseLayers
-from tellin.worker.given_rows import GivenRows, with_given
+from tellin.worker.given_rows import Given, GivenRows, with_given
 from tellin.worker.image_inputs import ImageInputs
 from tellin.worker.input_batch import InputBatch, RequestState
 from tellin.worker.logits_processors import LogitsProcessors
 from tellin.worker.lora import AdapterBackend, LoRAManager
-from tellin.worker.pooler import Pooler, PoolRows, token_types
-from tellin.worker.prompt_logprobs import ProcessedRows, PromptLogprobs, PromptRows
+from tellin.worker.pooler import Pooler, token_types
+from tellin.worker.prompt_passes import PromptPass, PromptPasses, PromptRows
 from tellin.worker.rope_positions import has_grids, with_rope
-from tellin.worker.seen_ends import whole_head, with_seen_ends
+from tellin.worker.seen_ends import with_seen_ends
 from tellin.worker.spec_decode import make_drafter
 from tellin.worker.steady_decode import SteadyDecode
 from tellin.worker.step_inputs import StepInputs, build_inputs, build_step, with_saves
@@ -51,9 +49,6 @@ logger = logging.getLogger("tellin.worker")
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
-
-_PROMPT_LOGITS_BYTES = 64 << 20
-"""Logits of prompt positions that one pass may hold; longer chunks are split."""
 
 
 class ModelRunner:
@@ -84,6 +79,7 @@ class ModelRunner:
         self.processors = LogitsProcessors(config, self.sampler)
         self.thinking = ThinkingBudgets(config.reasoning_config, self.num_ids, model.logprobs_mode)
         self.batch = InputBatch(track_outputs=self.processors.engine_wide)
+        self.prompts = PromptPasses(model, self.batch, self.sampler, self._rows_see_each_other)
         self.drafter = make_drafter(config, self.batch, backend)
         self.pooler = None
         if model.pooler_config is not None:
@@ -96,76 +92,9 @@ class ModelRunner:
         self._backend: Backend | None = None
         self.adopt_backend(backend)
         self._pooled: dict[str, Float32Array] = {}
-        self._prompt_logprobs: dict[str, PromptLogprobs] = {}
-        self._max_prompt_logits = max(_PROMPT_LOGITS_BYTES // (4 * self.vocab_size), 16)
         self._steady: SteadyDecode | None = None
         self._rows_changed = True
         self._pending: tuple[SchedulerOutput, StepInputs, Float32Array, float] | None = None
-
-    # ------------------------------------------------------------------ backend
-
-    @property
-    def backend(self) -> Backend:
-        """The backend.
-
-        Raises:
-            EngineError: it was released.
-        """
-        if self._backend is None:
-            raise EngineError("the model's weights are not loaded; call wake_up first")
-        return self._backend
-
-    @property
-    def model(self) -> Backend | None:
-        """The backend, or None while it is released."""
-        return self._backend
-
-    def kv_bytes_per_block(self) -> int:
-        """Bytes of one KV block, a draft model's included."""
-        draft = 0 if self.drafter is None else self.drafter.kv_bytes_per_block()
-        return self.backend.kv_bytes_per_block() + draft
-
-    def init_kv_cache(self, num_blocks: int) -> None:
-        """Make the KV pools."""
-        self.backend.init_kv_cache(num_blocks)
-        if self.drafter is not None:
-            self.drafter.init_kv_cache(num_blocks)
-
-    def free_kv_cache(self) -> None:
-        """Give the memory of the pools of KV and of states back."""
-        self.backend.free_kv_cache()
-        if self.batch.has_states:
-            self.backend.free_state_cache()
-        if self.drafter is not None:
-            self.drafter.free_kv_cache()
-
-    def release_backend(self) -> None:
-        """Give weights and pools back."""
-        backend, self._backend = self._backend, None
-        self.sampler.team = None
-        self._steady = None
-        self._pending = None  # its logits are a view of the backend's memory
-        if backend is not None:
-            backend.close()
-        if self.images is not None:
-            self.images.release()
-        if self.drafter is not None:
-            self.drafter.release()
-
-    def adopt_backend(self, backend: Backend) -> None:
-        """Go on with a fresh backend for the same model."""
-        self._backend = backend
-        self._has_token_types = has_token_types(backend)
-        self.batch.has_states = backend.state_bytes_per_slot() > 0
-        self.sampler.team = getattr(backend, "thread_team", None)
-        if self.lora is not None:
-            self.lora.forget_slots()
-        if self.drafter is not None:
-            self.drafter.reopen(backend)
-
-    def replace_backend(self, backend: Backend) -> None:
-        """Go on with a wrapper of the backend, or without one: same weights, same pool."""
-        self._backend = backend
 
     # ------------------------------------------------------------------ forward
 
@@ -237,18 +166,10 @@ class ModelRunner:
         self.sampler.set_slot(state.slot, params, state.rng_key)
         self.processors.add_request(state)
         self.thinking.add_request(state, self.batch)
-        if params.prompt_logprobs is not None:
-            num_prompt = int(self.batch.num_prompt_tokens[state.slot])
-            mode = self.config.model_config.logprobs_mode
-            processed = (
-                ProcessedRows(self.num_ids, mode, params) if mode.startswith("processed") else None
-            )
-            self._prompt_logprobs[state.req_id] = PromptLogprobs(
-                num_prompt, params.prompt_logprobs, processed
-            )
+        self.prompts.add_request(state, params)
 
     def _forget(self, req_id: str) -> None:
-        self._prompt_logprobs.pop(req_id, None)
+        self.prompts.remove_request(req_id)
         self.processors.remove_request(req_id)
         self.thinking.remove_request(req_id)
         if self.pooler is not None:
@@ -264,9 +185,10 @@ class ModelRunner:
         counts = np.fromiter((scheduled[s.req_id] for s in states), np.int32, len(states))
         computed = batch.num_computed_tokens[batch.row_slots]
         extra: Sequence[PromptRows] = ()
-        if self._prompt_logprobs:
-            extra = self._split_prompts(computed, counts, step)
-        pooling = self._pool_rows(computed, counts) if self.pooler is not None else []
+        if self.prompts.active:
+            extra = self.prompts.split(computed, counts, lambda one: self._run_prompt(step, one))
+        pooler = self.pooler
+        pooling = [] if pooler is None else pooler.step_rows(batch, computed, counts)
         given = self.given.gather(states, computed, counts, self.backend) if states else None
         excluded = [
             row
@@ -276,136 +198,63 @@ class ModelRunner:
         extra_logits = [rows.token_rows for rows in extra]
         extra_logits += [rows.token_rows for rows in pooling]
         inputs = build_inputs(batch, computed, counts, extra_logits, self.block_size, excluded)
-        if step.state_saves:
-            inputs.step = with_saves(inputs.step, batch.rows, step.state_saves)
         if not states:
             return inputs, np.zeros((0, self.vocab_size), np.float32)
-        inputs.step = with_rope(with_given(inputs.step, given), states, computed, counts)
-        if self._rows_see_each_other:
-            inputs.step = with_seen_ends(inputs.step, states, computed, counts)
+        inputs.step = self._with_parts(
+            inputs.step, states, computed, counts, given, batch.rows, step
+        )
         if pooling and self._has_token_types:
             types = token_types([state.pooling_params for state in states], computed, counts)
             inputs.step = replace(inputs.step, token_types=types)
         logits = self.backend.forward(inputs.step)
         row = inputs.num_sample_logits
         for rows in extra:
-            self._fill(rows, logits, row)
+            self.prompts.fill(rows, logits, row, block_maxima(self._backend))
             row += len(rows.token_rows)
-        if pooling:
-            self._pool(pooling, row)
+        if pooler is not None and pooling:
+            self._pooled |= pooler.pool_step(pooling, self.backend, row)
         return inputs, logits
 
-    # ------------------------------------------------------------------ pooling
-
-    def _pool_rows(self, computed: Int32Array, counts: Int32Array) -> list[PoolRows]:
-        """Rows of this step that pooling requests need."""
-        assert self.pooler is not None
-        batch, wanted = self.batch, []
-        starts = np.cumsum(counts, dtype=np.int32) - counts
-        for row, state in enumerate(batch.row_states):
-            if state.pooling_params is None or state.error is not None:
-                continue
-            num_prompt = int(batch.num_prompt_tokens[state.slot])
-            rows = self.pooler.rows(
-                state, int(starts[row]), int(computed[row]), int(counts[row]), num_prompt
-            )
-            if rows is not None:
-                wanted.append(rows)
-        return wanted
-
-    def _pool(self, wanted: list[PoolRows], first_logits_row: int) -> None:
-        """Pool from the hidden states of the pass that has just run."""
-        assert self.pooler is not None
-        hidden = self.backend.hidden()
-        by_token = hidden_rows_are_tokens(self.backend)
-        row = first_logits_row
-        for rows in wanted:
-            # A request's rows are consecutive, in either numbering.
-            count = len(rows.token_rows)
-            first = int(rows.token_rows[0]) if by_token else row
-            row += count
-            result = self.pooler.pool(rows, hidden[first : first + count])
-            if result is not None:
-                self._pooled[rows.state.req_id] = result
-
-    # ------------------------------------------------------------------ prompt logprobs
-
-    def _split_prompts(
-        self, computed: Int32Array, counts: Int32Array, step: SchedulerOutput
-    ) -> list[PromptRows]:
-        """Decide which passes give the logits of prompt positions.
-
-        The head of a chunk that is too long is run at once, in passes of its own; ``computed`` and
-        ``counts`` are changed to what is left for the main pass. A row's values do not depend on
-        the pass it is in.
-
-        Returns:
-            What the main pass has to give.
-        """
-        budget = self._max_prompt_logits
-        left = []
-        for row, state in enumerate(self.batch.row_states):
-            table = self._prompt_logprobs.get(state.req_id)
-            if table is None or state.error is not None:
-                continue
-            num_rows = table.num_rows(int(computed[row]), int(counts[row]))
-            while num_rows > budget:
-                most = int(counts[row]) - 1
-                head = min(num_rows, self._max_prompt_logits, most)
-                if self._rows_see_each_other:
-                    head = whole_head(state.mm_features, int(computed[row]), head, most)
-                if head == 0:
-                    break
-                self._run_head(table, state, int(computed[row]), head, step)
-                computed[row] += head
-                counts[row] -= head
-                num_rows = table.num_rows(int(computed[row]), int(counts[row]))
-            if num_rows > 0:
-                left.append((table, state, row, num_rows))
-                budget = max(budget - num_rows, 0)
-        starts = np.cumsum(counts, dtype=np.int32) - counts
-        return [
-            PromptRows(table, state, int(computed[row]), starts[row] + _range(num_rows))
-            for table, state, row, num_rows in left
-        ]
-
-    def _run_head(
+    def _with_parts(
         self,
-        table: PromptLogprobs,
-        state: RequestState,
-        start: int,
-        count: int,
-        scheduled: SchedulerOutput,
-    ) -> None:
-        rows = PromptRows(table, state, start, _range(count))
-        slots, starts, counts = (np.array([x], np.int32) for x in (state.slot, start, count))
-        step = build_step(
-            self.batch, slots, starts, counts, rows.token_rows, self.block_size, is_target=True
-        )
-        if scheduled.state_saves:
-            step = with_saves(step, {state.req_id: 0}, scheduled.state_saves)
-        step = with_given(step, self.given.gather([state], starts, counts, self.backend))
-        step = with_rope(step, [state], starts, counts)
+        inputs: StepBatch,
+        states: Sequence[RequestState],
+        computed: Int32Array,
+        counts: Int32Array,
+        given: Given | None,
+        rows: Mapping[str, int],
+        step: SchedulerOutput,
+    ) -> StepBatch:
+        """A pass's batch with what it needs besides ids: rows that are given, snapshots to take.
+
+        Args:
+            inputs: of these states' ids.
+            rows: which of the pass's requests each id is.
+        """
+        if step.state_saves:
+            inputs = with_saves(inputs, rows, step.state_saves)
+        inputs = with_rope(with_given(inputs, given), states, computed, counts)
         if self._rows_see_each_other:
-            step = with_seen_ends(step, [state], starts, counts)
-        self._fill(rows, self.backend.forward(step), 0)
-        self._follow(slots, step)
+            inputs = with_seen_ends(inputs, states, computed, counts)
+        return inputs
+
+    def _run_prompt(self, step: SchedulerOutput, one: PromptPass) -> None:
+        """Run a pass before the main one, for the log-probabilities of a prompt."""
+        state, rows = one.rows.state, one.rows.token_rows
+        slots, starts, counts = (
+            np.array([x], np.int32) for x in (state.slot, one.computed, one.count)
+        )
+        inputs = build_step(
+            self.batch, slots, starts, counts, rows, self.block_size, is_target=True
+        )
+        given = self.given.gather([state], starts, counts, self.backend)
+        names = {state.req_id: 0}
+        inputs = self._with_parts(inputs, [state], starts, counts, given, names, step)
+        logits = self.backend.forward(inputs)
+        self.prompts.fill(one.rows, logits, 0, block_maxima(self._backend))
+        drafting.follow(self.drafter, slots, inputs, self.backend)
         if self.drafter is not None and self.drafter.needs_hidden:
             self.drafter.propose(_range(0), _range(0))
-
-    def _fill(self, rows: PromptRows, logits: Float32Array, first: int) -> None:
-        """Fill a table from the rows of the last pass's logits that begin at ``first``."""
-        end = first + len(rows.token_rows)
-        maxima = block_maxima(self._backend)
-        ids = self.batch.token_ids[rows.state.slot, : rows.start + 1 + end - first]
-        error = rows.table.fill(
-            self.sampler,
-            logits[first:end],
-            rows.start,
-            ids,
-            None if maxima is None else maxima[first:end],
-        )
-        rows.state.error = rows.state.error or error
 
     # ------------------------------------------------------------------ sampling
 
@@ -422,8 +271,9 @@ class ModelRunner:
             if steady_output is not None:
                 self._steady = steady
                 steady_output.model_time_s = seconds + time.perf_counter() - started
-                self._follow(steady.slots, inputs.step)
-                self._draft(step, steady.states, steady_output)
+                if self.drafter is not None:
+                    drafting.follow(self.drafter, steady.slots, inputs.step, self.backend)
+                    drafting.draft(self.drafter, step, steady.states, steady_output)
                 return steady_output
             result = steady.result
         else:
@@ -438,15 +288,17 @@ class ModelRunner:
                 output.errors[state.req_id] = state.error
         if self._pooled:
             output.pooler_output, self._pooled = self._pooled, {}
-        if self._prompt_logprobs:
-            self._finish_prompts(inputs, output)
+        if self.prompts.active:
+            self.prompts.finish(inputs, output)
         output.model_time_s = seconds + time.perf_counter() - started
         if self.drafter is not None:
             states = self.batch.row_states
             sampled = zip(inputs.sample_rows.tolist(), kept.kept, strict=True)
             going_on = [states[row] for row, run in sampled if run]
-            self._follow(steady.slots if steady is not None else self.batch.row_slots, inputs.step)
-            self._draft(step, [s for s in going_on if s.req_id not in output.errors], output)
+            slots = steady.slots if steady is not None else self.batch.row_slots
+            going_on = [state for state in going_on if state.req_id not in output.errors]
+            drafting.follow(self.drafter, slots, inputs.step, self.backend)
+            drafting.draft(self.drafter, step, going_on, output)
         if steady is None:
             self._start_steady(step, inputs, output)
         return output
@@ -461,7 +313,7 @@ class ModelRunner:
             or step.structured_output_req_ids
             or self.processors.active
             or self.thinking.active
-            or self._prompt_logprobs
+            or self.prompts.active
             or output.errors
             or output.logprobs is not None
             or not 0 < batch.num_rows == len(inputs.sample_rows)
@@ -537,39 +389,70 @@ class ModelRunner:
         ]
         return max(wanted, default=0)
 
-    def _finish_prompts(self, inputs: StepInputs, output: ModelRunnerOutput) -> None:
-        """Hand out the tables of prompts that have been read to their end."""
-        for row in inputs.sample_rows.tolist():
-            req_id = self.batch.row_states[row].req_id
-            table = self._prompt_logprobs.pop(req_id, None)
-            if table is not None and req_id not in output.errors:
-                output.prompt_logprobs[req_id] = table.finish()
+    # ------------------------------------------------------------------ backend
 
-    def _draft(
-        self, step: SchedulerOutput, states: list[RequestState], output: ModelRunnerOutput
-    ) -> None:
-        """Draft for requests that got an id and go on, if drafts are wanted."""
-        num_drafts = step.num_spec_tokens_to_schedule
-        if self.drafter is None:
-            return
-        if (num_drafts == 0 or not states) and not self.drafter.needs_hidden:
-            return
-        started = time.perf_counter()
-        limits = [step.spec_token_limits.get(state.req_id, num_drafts) for state in states]
-        if 0 in limits:
-            states = [state for state, limit in zip(states, limits, strict=True) if limit]
-            limits = [limit for limit in limits if limit]
-        slots = np.array([state.slot for state in states], np.int32)
-        drafts = self.drafter.propose(slots, np.array(limits, np.int32))
-        output.draft_token_ids = {
-            state.req_id: ids for state, ids in zip(states, drafts, strict=True) if ids
-        }
-        output.draft_time_s = time.perf_counter() - started
+    @property
+    def backend(self) -> Backend:
+        """The backend.
 
-    def _follow(self, slots: Int32Array, step: StepBatch) -> None:
-        """Show a drafter that wants them the hidden states of the pass that has just run."""
-        if self.drafter is not None and self.drafter.needs_hidden and len(slots):
-            self.drafter.follow(slots, step, self.backend.hidden())
+        Raises:
+            EngineError: it was released.
+        """
+        if self._backend is None:
+            raise EngineError("the model's weights are not loaded; call wake_up first")
+        return self._backend
+
+    @property
+    def model(self) -> Backend | None:
+        """The backend, or None while it is released."""
+        return self._backend
+
+    def kv_bytes_per_block(self) -> int:
+        """Bytes of one KV block, a draft model's included."""
+        draft = 0 if self.drafter is None else self.drafter.kv_bytes_per_block()
+        return self.backend.kv_bytes_per_block() + draft
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        """Make the KV pools."""
+        self.backend.init_kv_cache(num_blocks)
+        if self.drafter is not None:
+            self.drafter.init_kv_cache(num_blocks)
+
+    def free_kv_cache(self) -> None:
+        """Give the memory of the pools of KV and of states back."""
+        self.backend.free_kv_cache()
+        if self.batch.has_states:
+            self.backend.free_state_cache()
+        if self.drafter is not None:
+            self.drafter.free_kv_cache()
+
+    def release_backend(self) -> None:
+        """Give weights and pools back."""
+        backend, self._backend = self._backend, None
+        self.sampler.team = None
+        self._steady = None
+        self._pending = None  # its logits are a view of the backend's memory
+        if backend is not None:
+            backend.close()
+        if self.images is not None:
+            self.images.release()
+        if self.drafter is not None:
+            self.drafter.release()
+
+    def adopt_backend(self, backend: Backend) -> None:
+        """Go on with a fresh backend for the same model."""
+        self._backend = backend
+        self._has_token_types = has_token_types(backend)
+        self.batch.has_states = backend.state_bytes_per_slot() > 0
+        self.sampler.team = getattr(backend, "thread_team", None)
+        if self.lora is not None:
+            self.lora.forget_slots()
+        if self.drafter is not None:
+            self.drafter.reopen(backend)
+
+    def replace_backend(self, backend: Backend) -> None:
+        """Go on with a wrapper of the backend, or without one: same weights, same pool."""
+        self._backend = backend
 
 
 def _range(count: int) -> Int32Array:

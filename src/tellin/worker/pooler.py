@@ -15,9 +15,10 @@ import numpy.typing as npt
 
 from tellin.config import PoolerConfig
 from tellin.sampling_params import PoolingParams
+from tellin.worker.backends import Backend, hidden_rows_are_tokens
 from tellin.worker.classifier import ClassifierHead
 from tellin.worker.dense_layers import DenseLayers
-from tellin.worker.input_batch import RequestState
+from tellin.worker.input_batch import InputBatch, RequestState
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -89,6 +90,44 @@ class Pooler:
         if self.classifier is None:
             return EMBEDDING_TASKS
         return ("classify", "score") if self.classifier.num_labels == 1 else ("classify",)
+
+    def step_rows(
+        self, batch: InputBatch, computed: Int32Array, counts: Int32Array
+    ) -> list[PoolRows]:
+        """Rows of a step that its pooling requests need, in the order of the batch."""
+        wanted = []
+        starts = np.cumsum(counts, dtype=np.int32) - counts
+        for row, state in enumerate(batch.row_states):
+            if state.pooling_params is None or state.error is not None:
+                continue
+            num_prompt = int(batch.num_prompt_tokens[state.slot])
+            rows = self.rows(
+                state, int(starts[row]), int(computed[row]), int(counts[row]), num_prompt
+            )
+            if rows is not None:
+                wanted.append(rows)
+        return wanted
+
+    def pool_step(
+        self, wanted: list[PoolRows], backend: Backend, first_logits_row: int
+    ) -> dict[str, Float32Array]:
+        """Results by request, from the hidden states of the pass that has just run.
+
+        Args:
+            first_logits_row: of these rows in the pass, if `Backend.hidden` has rows of logits.
+        """
+        hidden = backend.hidden()
+        by_token = hidden_rows_are_tokens(backend)
+        row, results = first_logits_row, {}
+        for rows in wanted:
+            # A request's rows are consecutive, in either numbering.
+            count = len(rows.token_rows)
+            first = int(rows.token_rows[0]) if by_token else row
+            row += count
+            result = self.pool(rows, hidden[first : first + count])
+            if result is not None:
+                results[rows.state.req_id] = result
+        return results
 
     def rows(
         self, state: RequestState, first_row: int, computed: int, count: int, num_prompt: int

@@ -9,15 +9,12 @@ users' logits processors have no part in it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
 from tellin.kernels.sampler import RowStatus, Sampler, SampleResult, SampleRows
 from tellin.sampling_params import SamplingParams
 from tellin.step_protocol import LogprobsLists
-from tellin.worker.input_batch import RequestState
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -166,13 +163,3 @@ class PromptLogprobs:
         if self._ids is None or self._values is None or self._ranks is None:
             return LogprobsLists([], [], [])
         return LogprobsLists(self._ids.tolist(), self._values.tolist(), self._ranks.tolist())
-
-
-@dataclass
-class PromptRows:
-    """Entries of a table that a pass gives: from ``start`` on, one per row in ``token_rows``."""
-
-    table: PromptLogprobs
-    state: RequestState
-    start: int
-    token_rows: npt.NDArray[np.int32]
