@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -76,3 +77,33 @@ def test_1_15_2_nobody_can_wait_in_process(method: str) -> None:
     client.call_utility("pause_scheduler", "keep")
     assert client.call_utility("is_scheduler_paused")
     client.shutdown()
+
+
+def test_cor_26_added_and_aborted_at_once() -> None:
+    """COR-26: it never runs, its last output closes the account, nothing of it is left."""
+    driver = Driver()
+    driver.add("gone", [1, 2], abort_immediately=True)
+    driver.add("stays", [1, 2], 3)
+    driver.run()
+    assert driver.finish == {"gone": FinishReason.ABORT, "stays": FinishReason.LENGTH}
+    assert driver.tokens["gone"] == []
+    driver.check_idle()
+
+
+def test_cor_91_a_drain_aborts_what_a_pause_keeps_from_running() -> None:
+    """COR-91: frozen and queued requests would never end; each gets its last output at once."""
+    driver = Driver()
+    driver.core.config = dataclasses.replace(driver.core.config, shutdown_timeout_s=3600.0)
+    driver.add("frozen", [1, 2], 50)
+    driver.step()
+    driver.core.pause_scheduler("keep", clear_cache=False)
+    driver.add("queued", [3, 4], 50)
+
+    def send(client_index: int, batch: EngineCoreOutputs) -> None:
+        for output in batch.outputs:
+            driver.take(output)
+
+    loop = EngineCoreLoop(driver.core, send)
+    loop.request_shutdown()
+    loop.run()
+    assert driver.finish == {"frozen": FinishReason.ABORT, "queued": FinishReason.ABORT}
