@@ -345,6 +345,18 @@ def test_eng_2_weights_that_cannot_be_read_fail_the_start_with_the_reason(
     assert core_processes() == before
 
 
+@pytest.mark.parametrize("folder", ["/nonexistent/folder", "/tmp/" + "long" * 30])
+def test_cli_12_a_folder_that_cannot_hold_sockets_is_named(
+    folder: str, make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CLI-12, ENG-2: no bare error of the transport, and no child is left."""
+    monkeypatch.setenv("TELLIN_RPC_BASE_PATH", folder)
+    before = core_processes()
+    with pytest.raises(EngineStartError, match=f"{folder}.*TELLIN_RPC_BASE_PATH"):
+        LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True)
+    assert core_processes() <= before
+
+
 def test_eng_32_step_with_a_timeout_returns_nothing_when_nothing_happens(
     make_args: MakeArgs,
 ) -> None:
