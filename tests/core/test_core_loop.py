@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tellin.config import LoRAConfig
 from tellin.core.core_loop import EngineCoreLoop
 from tellin.engine.core_client import InprocClient
-from tellin.exceptions import AdapterError, InvalidParameterError
+from tellin.exceptions import AdapterError, EngineError, InvalidParameterError
 from tellin.protocol import EngineCoreOutputs, FinishReason, LoRARequest
 from tests.core.driver import Driver
 from tests.core.fakes import FakeExecutor, make_request
@@ -107,3 +108,22 @@ def test_cor_91_a_drain_aborts_what_a_pause_keeps_from_running() -> None:
     loop.request_shutdown()
     loop.run()
     assert driver.finish == {"frozen": FinishReason.ABORT, "queued": FinishReason.ABORT}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_cor_2_workers_that_fail_end_an_idle_loop(is_early: bool) -> None:
+    """COR-2, COR-79: no step is needed to notice; nor is a failure before the loop forgotten."""
+    driver = Driver()
+    executor = driver.executor
+
+    def register(callback: Callable[[], None]) -> None:
+        if is_early:
+            callback()
+        executor.failure_callback = callback
+
+    executor.register_failure_callback = register  # type: ignore[method-assign]
+    loop = EngineCoreLoop(driver.core, lambda client_index, batch: None)
+    if not is_early:
+        threading.Timer(0.05, executor.failure_callback).start()
+    with pytest.raises(EngineError, match="the executor failed"):
+        loop.run()

@@ -71,6 +71,8 @@ class EngineCoreLoop:
         self._shutdown_requested = threading.Event()
         self._drain_timeout_s = core.config.shutdown_timeout_s
         self._drain_deadline: float | None = None
+        if core.executor is not None:  # one that has failed already says so now
+            core.executor.register_failure_callback(self.executor_failed)
 
     # ------------------------------------------------------------------ called from any thread
 
