@@ -127,3 +127,111 @@ def test_cor_2_workers_that_fail_end_an_idle_loop(is_early: bool) -> None:
         threading.Timer(0.05, executor.failure_callback).start()
     with pytest.raises(EngineError, match="the executor failed"):
         loop.run()
+
+
+def utility_outputs(driver: Driver, *calls: tuple[str, list[Any]]) -> list[Any]:
+    """Answers of a loop to utility calls, in their order; it ends after the last."""
+    answers: list[Any] = []
+
+    def send(client_index: int, batch: EngineCoreOutputs) -> None:
+        if batch.utility_output is not None:
+            answers.append((client_index, batch.utility_output))
+            if len(answers) == len(calls):
+                loop.request_shutdown()
+
+    loop = EngineCoreLoop(driver.core, send)
+    for call_id, (method, args) in enumerate(calls):
+        loop.call_utility(5, call_id, method, args)
+    loop.run()
+    assert [(client, output.call_id) for client, output in answers] == [
+        (5, call_id) for call_id in range(len(calls))
+    ]
+    return [output for _, output in answers]
+
+
+def test_cor_79_utility_calls_are_answered_whatever_happens() -> None:
+    """COR-79 and its wart: only what is in the list can be called; structs are made again; an
+    exception is the failure of its call, with its type (CLI-31)."""
+    driver = Driver(lora_config=LoRAConfig())
+    adapter = ["cats", 1, "/cats"]  # as a positional struct arrives
+    added, tasks, hidden, private, failed, bad = utility_outputs(
+        driver,
+        ("add_lora", [adapter]),
+        ("get_supported_tasks", []),
+        ("shutdown", []),
+        ("_live", []),
+        ("sleep", [9, "abort"]),
+        ("is_sleeping", ["too", "many"]),
+    )
+    assert (added.result, added.failure_message) == (True, None)
+    assert driver.executor.loras == {1}
+    assert tasks.result == ["generate"]
+    for output in (hidden, private):
+        assert output.error_type == "AttributeError"
+        assert "no utility method" in output.failure_message
+    assert (failed.error_type, failed.result) == ("InvalidParameterError", None)
+    assert "level must be 0, 1 or 2, got 9" in failed.failure_message
+    assert bad.error_type == "TypeError"
+
+
+def test_cor_77_a_pause_that_waits_is_answered_when_the_core_is_idle() -> None:
+    """COR-46, COR-77, COR-79: a future defers its reply; what comes after is answered before."""
+    driver = Driver()
+    driver.add("r", [1, 2], 5)
+    driver.step()
+    order: list[str] = []
+
+    def send(client_index: int, batch: EngineCoreOutputs) -> None:
+        order.extend(output.request_id for output in batch.outputs if output.finished)
+        if batch.utility_output is not None:
+            order.append(f"call {batch.utility_output.call_id}")
+            if batch.utility_output.call_id == 1:
+                loop.request_shutdown()
+
+    loop = EngineCoreLoop(driver.core, send)
+    loop._drain_timeout_s = 3600.0
+    loop.call_utility(0, 1, "pause_scheduler", ["wait"])
+    loop.call_utility(0, 2, "is_scheduler_paused", [])
+    loop.run()
+    assert order == ["call 2", "r", "call 1"]
+
+
+def test_cor_92_while_it_drains_nothing_new_is_taken() -> None:
+    """COR-91, COR-92: what runs ends by itself; a new request is aborted, a call is refused."""
+    driver = Driver()
+    driver.add("runs", [1, 2], 6)
+    driver.step()
+    finished: dict[str, FinishReason] = {}
+    failures: list[Any] = []
+
+    def send(client_index: int, batch: EngineCoreOutputs) -> None:
+        finished.update({o.request_id: o.finish_reason for o in batch.outputs if o.finish_reason})
+        if batch.utility_output is not None:
+            failures.append(batch.utility_output)
+
+    loop = EngineCoreLoop(driver.core, send)
+    loop._drain_timeout_s = 3600.0
+    loop.request_shutdown()
+    loop.add_request(make_request("late", [1, 2]))
+    loop.call_utility(0, 1, "is_sleeping", [])
+    loop.run()
+    assert finished == {"late": FinishReason.ABORT, "runs": FinishReason.LENGTH}
+    (failure,) = failures
+    assert failure.error_type == "EngineClosedError"
+    assert "shutting down" in failure.failure_message
+
+
+def test_cor_81_what_cannot_be_prepared_is_an_error_output() -> None:
+    """COR-81, ENG-21: in the thread that received it; the loop hears nothing of it."""
+    driver = Driver()
+    answers: list[Any] = []
+    loop = EngineCoreLoop(driver.core, lambda client, batch: answers.append((client, batch)))
+    bad = make_request("bad", [1], client_index=3)
+    bad.resumable = True
+    loop.add_request(bad)
+    ((client, batch),) = answers
+    (output,) = batch.outputs
+    assert (client, output.request_id, output.finish_reason) == (3, "bad", FinishReason.ERROR)
+    assert "resumable" in output.error
+    assert output.error_is_client_fault
+    assert loop.input_queue.empty()
