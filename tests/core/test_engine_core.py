@@ -100,6 +100,7 @@ def test_a_model_without_kv() -> None:
 
 
 def test_ready_message() -> None:
+    """COR-20."""
     core = Driver().core
     ready = core.ready
     assert (ready.num_kv_blocks, ready.block_size, ready.max_model_len) == (64, 4, 64)
@@ -206,7 +207,7 @@ def wire(**changes: Any) -> Any:
     ],
 )
 def test_bad_requests_fail_alone(changes: dict[str, Any], error: Any, match: str) -> None:
-    """1.1.7, COR-26 Wart: an exception for that request; the engine goes on."""
+    """TYP-7, 1.1.7, COR-26 Wart: an exception for that request; the engine goes on."""
     driver = Driver()
     driver.add("good", unlike(1, 5), 4)
     with pytest.raises(error, match=match):

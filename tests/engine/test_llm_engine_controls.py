@@ -42,7 +42,7 @@ PASS_THROUGH = [
 def test_s05_s15_pass_through(
     make_engine: EngineMaker, name: str, args: tuple[Any, ...], call: tuple[Any, ...], result: Any
 ) -> None:
-    """Each control call is exactly one call of the core, its result typed as declared (ENG-81)."""
+    """ENG-70, ENG-71, ENG-72, ENG-81: one call of the core each, its result typed as declared."""
     engine = make_engine()
     make_engine.client.calls.clear()
     assert getattr(engine, name)(*args) == result
@@ -50,6 +50,7 @@ def test_s05_s15_pass_through(
 
 
 def test_eng82_collective_rpc_and_apply_model(make_engine: EngineMaker) -> None:
+    """ENG-82, ENG-83."""
     engine = make_engine()
     make_engine.client.utilities["collective_rpc"] = (1, 2)
     assert engine.collective_rpc("echo", 3.0, (1,), {"b": 2}) == [1, 2]
@@ -145,7 +146,7 @@ def test_eng4_eng90_statistics_off(make_engine: EngineMaker) -> None:
 
 
 def test_s45_s46_s70_log_throttle(make_engine: EngineMaker) -> None:
-    """The first call never logs, then one per interval; 1000 steps within one: none."""
+    """ENG-92, ENG-93: never the first call, then one per interval; 1000 steps within one: none."""
     engine = make_engine(log_stats=True)
     assert engine._last_log_time is None, "initialised in the constructor"
     logs: list[float] = []

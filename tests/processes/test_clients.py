@@ -310,6 +310,7 @@ def test_p34_a_script_without_main_guard_just_works(tiny_model: Path, tmp_path: 
 def test_s73_s74_the_environment_only_switches_multiprocessing_on(
     make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """ENG-5, ENG-6."""
     for value, argument, expected in (("0", True, SyncMPClient), ("1", False, SyncMPClient)):
         monkeypatch.setenv("TELLIN_ENABLE_MULTIPROCESSING", value)
         engine = LLMEngine.from_engine_args(make_args(), enable_multiprocessing=argument)

@@ -130,6 +130,7 @@ def kill(args: EngineArgs, moment: int, longest_s: float) -> float:
 
 @pytest.mark.parametrize("moment", range(4))
 def test_a_killed_core_fails_every_call(moment: int, args: EngineArgs) -> None:
+    """ENG-22, ENG-35, CLI-30, CLI-32, CLI-46."""
     assert kill(args, moment, 0.3) < PATIENCE_S
 
 
