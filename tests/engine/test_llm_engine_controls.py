@@ -137,6 +137,7 @@ def test_wake_up_of_a_part_records_the_real_state(make_engine: EngineMaker) -> N
 
 
 def test_eng4_eng90_statistics_off(make_engine: EngineMaker) -> None:
+    """ENG-4, ENG-90, ENG-91."""
     engine = make_engine(ABC)
     engine.add_request("x", "abc", SamplingParams())
     assert all(output.metrics is None for output in run(engine))

@@ -149,6 +149,7 @@ def local_function(model: object) -> object:
 def test_results_that_cannot_travel_fail_their_call_only(
     make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """WIRE-9."""
     monkeypatch.setenv("TELLIN_ALLOW_INSECURE_SERIALIZATION", "1")
     with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
         with pytest.raises(RuntimeError, match="OverflowError: can't serialize ints"):
