@@ -144,8 +144,9 @@ def test_shutdown_twice() -> None:
     assert not driver.core.has_work()
     with pytest.raises(EngineDeadError):
         driver.core.step()
-    with pytest.raises(EngineDeadError):
-        driver.core.collective_rpc("x")
+    for call in (lambda: driver.core.collective_rpc("x"), driver.core.wake_up):
+        with pytest.raises(EngineDeadError, match="shut down"):
+            call()
 
 
 def test_no_side_effects_on_the_process() -> None:

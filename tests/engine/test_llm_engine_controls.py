@@ -119,6 +119,22 @@ def test_s72_after_waking_items_are_sent_with_their_data(make_engine: EngineMake
     assert send("4") == "pixels"
 
 
+def test_eng_60_a_lighter_sleep_wakes_nothing(make_engine: EngineMaker) -> None:
+    """ENG-60 and the wart of 1.9: after levels 2 and 1 the weights are still away."""
+    engine = make_engine(log_stats=True)
+    levels: list[int] = []
+    assert engine.logger_manager is not None
+    make_engine.monkeypatch.setattr(
+        engine.logger_manager, "record_sleep_state", lambda _, level: levels.append(level)
+    )
+    for level in (1, 2, 1, 0):
+        engine.sleep(level)
+    engine.wake_up()
+    engine.sleep(0)
+    assert levels == [1, 2, 2, 2, 0, 0]
+    assert engine.sleep_level == 0
+
+
 def test_wake_up_of_a_part_records_the_real_state(make_engine: EngineMaker) -> None:
     """Wart of 1.9: half awake is not awake."""
     engine = make_engine(log_stats=True)

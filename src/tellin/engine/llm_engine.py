@@ -348,7 +348,7 @@ class LLMEngine:
         if check_level(level) >= 1:
             self.renderer.clear_mm_cache()
         self.engine_core.call_utility("sleep", level, mode)
-        self.sleep_level = level
+        self.sleep_level = level = max(level, self.sleep_level or 0)  # nothing came back
         if self.logger_manager is not None:
             self.logger_manager.record_sleep_state(True, level)
 
