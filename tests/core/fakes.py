@@ -457,6 +457,7 @@ def make_request(
     cache_salt: str | None = None,
     lora_request: Any = None,
     mm_features: list[MultiModalFeature] | None = None,
+    abort_immediately: bool = False,
     **params: Any,
 ) -> EngineCoreRequest:
     """A request as it comes from the shell."""
@@ -471,4 +472,5 @@ def make_request(
         cache_salt=cache_salt,
         client_index=client_index,
         priority=priority,
+        abort_immediately=abort_immediately,
     )

@@ -25,7 +25,7 @@ def hashes(token_ids: list[int], block_size: int = 4, **kwargs: Any) -> list[byt
 
 
 def test_encoding_is_canonical() -> None:
-    """2.4.4: parent, then ids as u32 LE; the root is the same in every process."""
+    """COR-56, 2.4.4: parent, then ids as u32 LE; the root is the same in every process."""
     first, second = hashes([1, 2, 3, 4, 5, 6, 7, 8, 9])
     assert sha256(b"tellin kv block hash v1").digest() == ROOT_HASH
     assert first == sha256(ROOT_HASH + struct.pack("<4I", 1, 2, 3, 4)).digest()
@@ -59,7 +59,7 @@ def test_a_changed_id_changes_its_block_and_all_after(ids: list[int], index: int
 
 
 def test_salt_separates_everything() -> None:
-    """2.4.3 Check: different salts share no block; the salt is only in the first block's keys."""
+    """COR-55, 2.4.3 Check: different salts share no block; only the first block's keys hold it."""
     ids = list(range(12))
     a, b, none = hashes(ids, cache_salt="a"), hashes(ids, cache_salt="b"), hashes(ids)
     assert not set(a) & set(b)

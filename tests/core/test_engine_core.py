@@ -100,6 +100,7 @@ def test_a_model_without_kv() -> None:
 
 
 def test_ready_message() -> None:
+    """COR-20."""
     core = Driver().core
     ready = core.ready
     assert (ready.num_kv_blocks, ready.block_size, ready.max_model_len) == (64, 4, 64)
@@ -143,8 +144,9 @@ def test_shutdown_twice() -> None:
     assert not driver.core.has_work()
     with pytest.raises(EngineDeadError):
         driver.core.step()
-    with pytest.raises(EngineDeadError):
-        driver.core.collective_rpc("x")
+    for call in (lambda: driver.core.collective_rpc("x"), driver.core.wake_up):
+        with pytest.raises(EngineDeadError, match="shut down"):
+            call()
 
 
 def test_no_side_effects_on_the_process() -> None:
@@ -206,7 +208,7 @@ def wire(**changes: Any) -> Any:
     ],
 )
 def test_bad_requests_fail_alone(changes: dict[str, Any], error: Any, match: str) -> None:
-    """1.1.7, COR-26 Wart: an exception for that request; the engine goes on."""
+    """TYP-7, 1.1.7, COR-26 Wart: an exception for that request; the engine goes on."""
     driver = Driver()
     driver.add("good", unlike(1, 5), 4)
     with pytest.raises(error, match=match):

@@ -140,7 +140,7 @@ def run(driver: Driver) -> list[int]:
 
 
 def test_thoughts_are_free_and_the_answer_is_not() -> None:
-    """6.6 Check: unmasked up to and including the end marker, then the grammar's start."""
+    """COR-64, 6.6 Check: unmasked up to and including the end marker, then the grammar's start."""
     driver, backend = thinking_driver()
     assert run(driver) == [*THOUGHTS, 10, 11, 12, 13, EOS_ID]
     assert backend.grammars[-1].position == 5

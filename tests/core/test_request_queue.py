@@ -55,7 +55,7 @@ def test_a_returning_request_takes_its_old_place() -> None:
 
 
 def test_priority_order() -> None:
-    """1.2.7, P22: lower number first, then arrival, then a total order."""
+    """TYP-8, 1.2.7, P22: lower number first, then arrival, then a total order."""
     queue = RequestQueue("priority")
     for number, priority, arrival in ((0, 1, 5.0), (1, 0, 9.0), (2, 1, 4.0), (3, 1, 4.0)):
         queue.add_request(make(number, priority, arrival))

@@ -120,7 +120,7 @@ def test_repetition_equals_its_definition(
 
 
 def test_finish_reasons() -> None:
-    """1.3: status to reason; nothing else has one."""
+    """TYP-5, TYP-6, 1.3: status to reason; nothing else has one."""
     reasons = {
         RequestStatus.FINISHED_STOPPED: "stop",
         RequestStatus.FINISHED_LENGTH_CAPPED: "length",

@@ -182,7 +182,7 @@ def test_preempted_requests_keep_their_grammar() -> None:
 
 
 def test_rows_of_a_step() -> None:
-    """6.5.2: in scheduling order, without requests in their prompt; 1 + drafts rows each."""
+    """COR-63, 6.5.2: in scheduling order, none of requests in their prompt; 1 + drafts each."""
     config = SpeculativeConfig("ngram", 2, adaptive=False)
     driver, _ = make_driver(speculative_config=config, max_num_batched_tokens=64)
     driver.executor.draft = lambda r, ids, k: [ids[-1] + 1, ids[-1] + 2] if r == "a" else []
@@ -265,7 +265,7 @@ def test_a_grammar_that_breaks_down_ends_its_request() -> None:
 
 
 def test_compilation_is_off_the_path() -> None:
-    """6.4.1: the others run meanwhile; it joins when it is done, at its old place."""
+    """COR-61, 6.4.1: the others run meanwhile; it joins when it is done, at its old place."""
     driver, backend = make_driver(max_num_seqs=2)
     backend.gate.clear()
     constrain(driver, "slow", "3")
@@ -507,7 +507,7 @@ def test_speculation_with_real_masks() -> None:
 
 
 def test_backend_is_built_once_and_late() -> None:
-    """6.4.2: with the first constrained request, not before."""
+    """COR-60, 6.4.2: with the first constrained request, not before."""
     calls: list[int] = []
     driver = Driver()
 

@@ -36,7 +36,7 @@ print(json.dumps([num_outputs, names.count("execute_dummy_batch"), names.count("
 def test_s65_s66_s67_two_ranks_end_together(
     work: tuple[int, int], expected: tuple[int, int], tmp_path: Path
 ) -> None:
-    """Two processes, one with more work: nobody waits for ever, every rank steps equally often."""
+    """ENG-52, ENG-53: one has more work: nobody waits for ever, both step equally often."""
     root = Path(__file__).resolve().parents[2]
     address = f"ipc://{tmp_path / 'group'}"
     ranks = [

@@ -165,6 +165,7 @@ def test_s47_a_missing_hop_means_no_model(missing: str) -> None:
 
 
 def test_s68_s69_model_executor_is_none_out_of_reach(make_engine: EngineMaker) -> None:
+    """ENG-100."""
     assert make_engine().model_executor is None
 
 
@@ -172,6 +173,7 @@ def test_s68_s69_model_executor_is_none_out_of_reach(make_engine: EngineMaker) -
 
 
 def test_s39_request_id_must_be_a_string(make_engine: EngineMaker) -> None:
+    """ENG-10."""
     engine = make_engine(ABC)
     before = list(make_engine.client.calls)
     with pytest.raises(TypeError, match="int"):
@@ -183,7 +185,7 @@ def test_s39_request_id_must_be_a_string(make_engine: EngineMaker) -> None:
 def test_s40_s60_call_order_of_add(
     make_engine: EngineMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Input processing, then per child: registration before the send."""
+    """ENG-12, ENG-16, ENG-19: input processing, then per child: registration before the send."""
     engine = make_engine(ABC)
     order: list[str] = []
     for owner, name in (
@@ -208,6 +210,7 @@ def test_s40_s60_call_order_of_add(
 
 
 def test_s62_add_returns_internal_id_outputs_carry_the_callers(make_engine: EngineMaker) -> None:
+    """ENG-13, ENG-18."""
     engine = make_engine(ABC)
     handle = engine.add_request("mine", "abc", SamplingParams())
     assert handle.startswith("mine-")
@@ -256,6 +259,7 @@ def test_failed_add_leaves_nothing(make_engine: EngineMaker, n: int, fail_at: in
 
 
 def test_p25_duplicate_id_is_refused_and_the_first_unharmed(make_engine: EngineMaker) -> None:
+    """ENG-20, which P25 overrules."""
     engine = make_engine(ABC)
     engine.add_request("x", "abc", SamplingParams(output_kind=FINAL))
     with pytest.raises(DuplicateRequestError, match="'x'"):
@@ -311,6 +315,7 @@ def test_core_request_passes_the_same_gate(make_engine: EngineMaker) -> None:
 
 
 def test_s30_s31_s56_s57_s58_s59_fan_out(make_engine: EngineMaker) -> None:
+    """ENG-15, ENG-17, ENG-50."""
     engine = make_engine(ABC)
     copies = 0
     original = llm_engine.copy
@@ -411,6 +416,7 @@ class Group:
 
 
 def test_s65_idle_rank_joins_with_a_dummy_batch(make_engine: EngineMaker) -> None:
+    """ENG-51, ENG-52."""
     engine = make_engine(ABC)
     engine.dp_group = Group(others_have_work=True)
     assert engine.has_unfinished_requests()
@@ -441,6 +447,7 @@ def test_shutdown_is_idempotent_and_later_calls_are_clear(make_engine: EngineMak
 
 
 def test_a_dropped_engine_ends_its_core(make_engine: EngineMaker) -> None:
+    """ENG-103, ENG-104."""
     engine = make_engine(ABC)
     group = Group(False)
     client = make_engine.client

@@ -42,7 +42,7 @@ PASS_THROUGH = [
 def test_s05_s15_pass_through(
     make_engine: EngineMaker, name: str, args: tuple[Any, ...], call: tuple[Any, ...], result: Any
 ) -> None:
-    """Each control call is exactly one call of the core, its result typed as declared (ENG-81)."""
+    """ENG-70, ENG-71, ENG-72, ENG-81: one call of the core each, its result typed as declared."""
     engine = make_engine()
     make_engine.client.calls.clear()
     assert getattr(engine, name)(*args) == result
@@ -50,6 +50,7 @@ def test_s05_s15_pass_through(
 
 
 def test_eng82_collective_rpc_and_apply_model(make_engine: EngineMaker) -> None:
+    """ENG-82, ENG-83."""
     engine = make_engine()
     make_engine.client.utilities["collective_rpc"] = (1, 2)
     assert engine.collective_rpc("echo", 3.0, (1,), {"b": 2}) == [1, 2]
@@ -118,6 +119,22 @@ def test_s72_after_waking_items_are_sent_with_their_data(make_engine: EngineMake
     assert send("4") == "pixels"
 
 
+def test_eng_60_a_lighter_sleep_wakes_nothing(make_engine: EngineMaker) -> None:
+    """ENG-60 and the wart of 1.9: after levels 2 and 1 the weights are still away."""
+    engine = make_engine(log_stats=True)
+    levels: list[int] = []
+    assert engine.logger_manager is not None
+    make_engine.monkeypatch.setattr(
+        engine.logger_manager, "record_sleep_state", lambda _, level: levels.append(level)
+    )
+    for level in (1, 2, 1, 0):
+        engine.sleep(level)
+    engine.wake_up()
+    engine.sleep(0)
+    assert levels == [1, 2, 2, 2, 0, 0]
+    assert engine.sleep_level == 0
+
+
 def test_wake_up_of_a_part_records_the_real_state(make_engine: EngineMaker) -> None:
     """Wart of 1.9: half awake is not awake."""
     engine = make_engine(log_stats=True)
@@ -136,6 +153,7 @@ def test_wake_up_of_a_part_records_the_real_state(make_engine: EngineMaker) -> N
 
 
 def test_eng4_eng90_statistics_off(make_engine: EngineMaker) -> None:
+    """ENG-4, ENG-90, ENG-91."""
     engine = make_engine(ABC)
     engine.add_request("x", "abc", SamplingParams())
     assert all(output.metrics is None for output in run(engine))
@@ -145,7 +163,7 @@ def test_eng4_eng90_statistics_off(make_engine: EngineMaker) -> None:
 
 
 def test_s45_s46_s70_log_throttle(make_engine: EngineMaker) -> None:
-    """The first call never logs, then one per interval; 1000 steps within one: none."""
+    """ENG-92, ENG-93: never the first call, then one per interval; 1000 steps within one: none."""
     engine = make_engine(log_stats=True)
     assert engine._last_log_time is None, "initialised in the constructor"
     logs: list[float] = []

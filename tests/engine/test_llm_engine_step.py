@@ -30,6 +30,7 @@ def test_s08_s17_s48_the_driving_loop(make_engine: EngineMaker) -> None:
 
 
 def test_s10_one_fetch_per_step(make_engine: EngineMaker) -> None:
+    """ENG-31."""
     engine = make_engine(ABC)
     engine.add_request("x", "abc", SamplingParams())
     for count in range(1, 4):
@@ -89,7 +90,7 @@ def test_eng36_stop_string_of_a_silent_child_is_aborted(make_engine: EngineMaker
 
 
 def test_s42_abort_order_and_late_tokens(make_engine: EngineMaker) -> None:
-    """First the frontend state, then the core; tokens that still come are ignored (ENG-43)."""
+    """ENG-40, ENG-43, ENG-44: first the frontend, then the core; late tokens are ignored."""
     engine = make_engine(ABC)
     handle = engine.add_request("x", "abc", SamplingParams())
     order: list[str] = []
@@ -168,6 +169,7 @@ def test_s52_lora_states_are_pushed_into_scheduler_stats(make_engine: EngineMake
 
 
 def test_s53_scopes(make_engine: EngineMaker) -> None:
+    """ENG-30."""
     settings = Settings.from_environ({"TELLIN_PROFILING_SCOPES": "1"})
     for config, expected in ((make_config(settings=settings), 4), (make_config(), 0)):
         engine = make_engine(ABC, config=config)

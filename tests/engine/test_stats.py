@@ -64,6 +64,7 @@ def value(metrics: list[Metric], name: str, **labels: str) -> Any:
 
 
 def test_sta1_first_and_later_outputs() -> None:
+    """CLK-1, CLK-3."""
     stats = RequestStateStats(arrival_time=100.0)
     iteration = IterationStats(iteration_timestamp=100.5)
     first = EngineCoreOutput("x", [1], prefill_stats=PrefillStats(10, 6, 4, 3, 1))
@@ -83,6 +84,7 @@ def test_sta1_first_and_later_outputs() -> None:
 
 
 def test_sta2_events() -> None:
+    """CLK-2, CLK-3."""
     stats, iteration = RequestStateStats(), IterationStats(0.0)
     events = [
         EngineCoreEvent(QUEUED, 1.0),
@@ -133,6 +135,7 @@ def test_sta5_a_request_that_never_ran_has_no_intervals() -> None:
 
 
 def test_clock_jumps_give_no_negative_values() -> None:
+    """CLK-4."""
     stats, iteration = RequestStateStats(arrival_time=200.0), IterationStats(100.0)
     update_from_output(iteration, EngineCoreOutput("x", [1]), 1, 7.0, stats)
     assert iteration.time_to_first_tokens_iter == [0.0]

@@ -12,9 +12,9 @@ import pytest
 
 from tellin.config import ObservabilityConfig
 from tellin.engine import tracing
-from tellin.exceptions import UnsupportedFeatureError
+from tellin.exceptions import OutOfMemoryError, UnsupportedFeatureError
 from tellin.sampling_params import SamplingParams
-from tests.engine.fakes import EngineMaker, make_config, run, text_ids
+from tests.engine.fakes import EngineMaker, FakeClient, make_config, run, text_ids
 
 
 class FakeTracer:
@@ -143,3 +143,18 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedFeatureError, match="tellin\\[otel\\]"):
         tracing.make_tracer(config)
     assert tracing.make_tracer(make_config()) is None
+
+
+def test_eng2_a_core_that_cannot_start_ends_the_exporter(
+    make_engine: EngineMaker, tracer: FakeTracer
+) -> None:
+    """ENG-2: what was started before the core does not stay behind either."""
+
+    class Client(FakeClient):
+        def __init__(self, *args: Any) -> None:
+            raise OutOfMemoryError("no room")
+
+    config = make_config(observability_config=ObservabilityConfig(otlp_traces_endpoint="http://x"))
+    with pytest.raises(OutOfMemoryError, match="no room"):
+        make_engine(config=config, client_class=Client)
+    assert tracer.num_shutdowns == 1

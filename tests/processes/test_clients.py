@@ -149,6 +149,7 @@ def local_function(model: object) -> object:
 def test_results_that_cannot_travel_fail_their_call_only(
     make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """WIRE-9."""
     monkeypatch.setenv("TELLIN_ALLOW_INSECURE_SERIALIZATION", "1")
     with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True) as engine:
         with pytest.raises(RuntimeError, match="OverflowError: can't serialize ints"):
@@ -310,6 +311,7 @@ def test_p34_a_script_without_main_guard_just_works(tiny_model: Path, tmp_path: 
 def test_s73_s74_the_environment_only_switches_multiprocessing_on(
     make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """ENG-5, ENG-6."""
     for value, argument, expected in (("0", True, SyncMPClient), ("1", False, SyncMPClient)):
         monkeypatch.setenv("TELLIN_ENABLE_MULTIPROCESSING", value)
         engine = LLMEngine.from_engine_args(make_args(), enable_multiprocessing=argument)
@@ -343,6 +345,18 @@ def test_eng_2_weights_that_cannot_be_read_fail_the_start_with_the_reason(
     with pytest.raises(EngineStartError, match=r"could not start: .*broken\.gguf"):
         start(config, multiprocess_mode=True)
     assert core_processes() == before
+
+
+@pytest.mark.parametrize("folder", ["/nonexistent/folder", "/tmp/" + "long" * 30])
+def test_cli_12_a_folder_that_cannot_hold_sockets_is_named(
+    folder: str, make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CLI-12, ENG-2: no bare error of the transport, and no child is left."""
+    monkeypatch.setenv("TELLIN_RPC_BASE_PATH", folder)
+    before = core_processes()
+    with pytest.raises(EngineStartError, match=f"{folder}.*TELLIN_RPC_BASE_PATH"):
+        LLMEngine.from_engine_args(make_args(), enable_multiprocessing=True)
+    assert core_processes() <= before
 
 
 def test_eng_32_step_with_a_timeout_returns_nothing_when_nothing_happens(

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -129,6 +130,7 @@ def kill(args: EngineArgs, moment: int, longest_s: float) -> float:
 
 @pytest.mark.parametrize("moment", range(4))
 def test_a_killed_core_fails_every_call(moment: int, args: EngineArgs) -> None:
+    """ENG-22, ENG-35, CLI-30, CLI-32, CLI-46."""
     assert kill(args, moment, 0.3) < PATIENCE_S
 
 
@@ -177,6 +179,26 @@ def test_killed_core_ends_streams_and_pending_calls(args: EngineArgs) -> None:
                 assert await asyncio.gather(*streams) == ["dead"] * 8
                 with pytest.raises(EngineDeadError):
                     await call
+
+    asyncio.run(main())
+
+
+def leave(worker: object) -> None:
+    sys.exit(3)
+
+
+def test_a_core_whose_thread_is_left_fails_every_call(args: EngineArgs) -> None:
+    """CLI-31, CLI-40: a callable that exits ends the core's thread, and nobody waits."""
+
+    async def main() -> None:
+        engine = AsyncLLM.from_engine_args(args, multiprocess_mode=False)
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(EngineDeadError, match=r"SystemExit\(3\)"):
+                await engine.collective_rpc(leave)
+            with pytest.raises(EngineDeadError):
+                await engine.is_sleeping()
+        assert engine.errored
+        engine.shutdown()
 
     asyncio.run(main())
 

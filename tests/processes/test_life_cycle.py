@@ -49,7 +49,7 @@ USES: dict[str, Callable[[Any, bool], list[int]]] = {
 
 @pytest.mark.parametrize("mode", USES)
 def test_p31_five_rounds_leave_nothing(mode: str, make_args: MakeArgs) -> None:
-    """Closed or just dropped: memory, threads, children and open files are as after the first."""
+    """CLI-42..45: closed or dropped: memory, threads, children and files are as after the first."""
     process = psutil.Process()
     args = make_args(num_threads=2)
     sizes, threads, files = [], [], []

@@ -103,7 +103,7 @@ def test_s34_shutdown_cleans_up_at_once(make_args: MakeArgs) -> None:
 def test_s05_s13_s15_s68_s69_control_calls_in_both_modes(
     multiprocess: bool, make_args: MakeArgs
 ) -> None:
-    """Same types and same errors wherever the core is."""
+    """TOP-2, COR-70: same types and same errors wherever the core is."""
     args = make_args(disable_log_stats=False)
     with LLMEngine.from_engine_args(args, enable_multiprocessing=multiprocess) as engine:
         assert (engine.model_executor is None) is multiprocess
@@ -138,7 +138,7 @@ def test_s05_s13_s15_s68_s69_control_calls_in_both_modes(
 def test_s08_s13_s19_s48_the_loop_ends_with_one_final_output_each(
     multiprocess: bool, make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With n > 1, aborts and stop strings in the mix, whatever the environment says later."""
+    """TOP-1, ENV-1: n > 1, aborts, stop strings; whatever the environment says later."""
     with LLMEngine.from_engine_args(make_args(), enable_multiprocessing=multiprocess) as engine:
         monkeypatch.setenv("TELLIN_ENABLE_MULTIPROCESSING", str(int(not multiprocess)))
         for i in range(6):

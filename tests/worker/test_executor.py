@@ -50,6 +50,7 @@ class Custom(UniProcExecutor):
 
 
 def test_4_1_2_class_by_configuration() -> None:
+    """ENG-7."""
     get = Executor.get_class
     assert get(with_backend("uni")) is UniProcExecutor
     assert get(with_backend(None)) is UniProcExecutor
@@ -192,7 +193,7 @@ def test_shutdown_twice_and_use_after(executor: UniProcExecutor) -> None:
 
 
 def test_dummy_batch_has_no_effect(executor: UniProcExecutor) -> None:
-    """It runs in the null block and touches no request."""
+    """COR-51: it runs in the null block and touches no request."""
     d, e = Driver(executor), Driver(UniProcLike(FakeBackend(V)))
     fake = executor.worker.runner.backend
     fake._slot = lambda batch, row, position: (  # type: ignore[method-assign]

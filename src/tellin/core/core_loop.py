@@ -71,6 +71,8 @@ class EngineCoreLoop:
         self._shutdown_requested = threading.Event()
         self._drain_timeout_s = core.config.shutdown_timeout_s
         self._drain_deadline: float | None = None
+        if core.executor is not None:  # one that has failed already says so now
+            core.executor.register_failure_callback(self.executor_failed)
 
     # ------------------------------------------------------------------ called from any thread
 
@@ -144,14 +146,17 @@ class EngineCoreLoop:
         return True
 
     def _shut_down_or_drain(self) -> bool:
-        """True when nothing is left to do; aborts everything once the drain time is over."""
+        """True when nothing is left to do; aborts everything once the drain time is over.
+
+        Requests that a pause keeps from running would never end: they are aborted, not left.
+        """
         now = time.monotonic()
         if self._drain_deadline is None:
             self._drain_deadline = now + self._drain_timeout_s
-        if now >= self._drain_deadline:
-            self._emit(self.core.abort_all())
-            return True
-        return not self.core.has_work()
+        if now < self._drain_deadline and self.core.has_work():
+            return False
+        self._emit(self.core.abort_all())
+        return True
 
     def _step(self) -> None:
         outputs, executed = self.core.step()

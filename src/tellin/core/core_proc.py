@@ -168,12 +168,7 @@ class EngineCoreProc:
         """
         self._say_hello()
         try:
-            core = EngineCore(
-                self._config,
-                self._start.executor_class,
-                self._start.log_stats,
-                failure_callback=self._executor_failed,
-            )
+            core = EngineCore(self._config, self._start.executor_class, self._start.log_stats)
         except BaseException as error:
             self._tell_failed(error)
             raise
@@ -215,10 +210,6 @@ class EngineCoreProc:
         thread = threading.Thread(target=target, name=name, daemon=True)
         thread.start()
         self._threads.append(thread)
-
-    def _executor_failed(self) -> None:
-        if self.loop is not None:  # a failure before the loop exists fails the start
-            self.loop.executor_failed()
 
     def _close(self, core: EngineCore) -> None:
         self._stop_input.set()

@@ -188,6 +188,8 @@ class EngineCore(EngineCoreControls):
     def add_request(self, request: Request) -> None:
         """Hand a prepared request to the scheduler, its adapter being loaded first.
 
+        With ``abort_immediately`` it ends at once; its last output comes with the next step.
+
         Raises:
             DuplicateRequestError, ContextLengthError: see `Scheduler.add_request`.
             Exception: what loading the adapter raises.
@@ -202,6 +204,8 @@ class EngineCore(EngineCoreControls):
                 self._load_lora(lora)  # those that had to stay for their requests can go now
             request.set_lora_generation(self._lora_generations[lora.lora_name])
         scheduler.add_request(request)
+        if request.abort_immediately:
+            scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED, emit=True)
 
     def abort_requests(self, request_ids: Iterable[str]) -> None:
         """End requests without a further output. Unknown ids are ignored.

@@ -190,8 +190,7 @@ class EngineCoreControls:
                 parameter="tags",
                 value=tags,
             )
-        executor = self.executor
-        assert executor is not None
+        executor = self._executor()
         executor_tags = None if tags is None else [tag for tag in tags if tag != "scheduling"]
         if executor.is_sleeping and (executor_tags is None or executor_tags):
             executor.wake_up(executor_tags)
@@ -199,8 +198,7 @@ class EngineCoreControls:
             self.resume_scheduler()
 
     def is_sleeping(self) -> bool:
-        assert self.executor is not None
-        return self.is_scheduler_paused() or bool(self.executor.is_sleeping)
+        return self.is_scheduler_paused() or bool(self._executor().is_sleeping)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False

@@ -72,6 +72,7 @@ class Request:
 
     __slots__ = (
         "_all_token_ids",
+        "abort_immediately",
         "append_token_id",
         "arrival_rank",
         "arrival_time",
@@ -146,6 +147,7 @@ class Request:
         rng_key: int = 0,
         log_events: bool = False,
         prompt_embeds: Any = None,
+        abort_immediately: bool = False,
     ) -> None:
         if (sampling_params is None) == (pooling_params is None):
             raise ValueError("exactly one of sampling_params and pooling_params must be set")
@@ -162,6 +164,7 @@ class Request:
         self.prompt_embeds = prompt_embeds  # [num_prompt_tokens, hidden_size] f32; its ids are 0
         self.cache_salt = cache_salt
         self.trace_headers = trace_headers
+        self.abort_immediately = abort_immediately
         self.structured_output_request: StructuredOutputRequest | None = None
 
         self.status = RequestStatus.WAITING
@@ -261,6 +264,7 @@ class Request:
             rng_key=rng_key,
             log_events=log_events,
             prompt_embeds=embeds,
+            abort_immediately=request.abort_immediately,
         )
 
     def __repr__(self) -> str:  # never prompt contents in a log

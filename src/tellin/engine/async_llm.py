@@ -31,7 +31,7 @@ from tellin.engine.output_processor import OutputProcessor
 from tellin.engine.parallel_sampling import ParentRequest
 from tellin.engine.renderer import ChatTokenizer, Renderer
 from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager, load_plugins
-from tellin.engine.teardown import close_engine
+from tellin.engine.teardown import close_engine, close_on_error
 from tellin.engine.tracing import make_tracer
 from tellin.exceptions import (
     DuplicateRequestError,
@@ -100,13 +100,14 @@ class AsyncLLM(AsyncControls):
             stream_interval=config.scheduler_config.stream_interval,
             on_finished=make_tracer(config),
         )
-        self.engine_core: AsyncCoreClient = EngineCoreClient.make_client(
-            multiprocess_mode=multiprocess_mode,
-            asyncio_mode=True,
-            config=config,
-            executor_class=executor_class,
-            log_stats=self.log_stats,
-        )
+        with close_on_error(self.output_processor.close, self.renderer.shutdown):
+            self.engine_core: AsyncCoreClient = EngineCoreClient.make_client(
+                multiprocess_mode=multiprocess_mode,
+                asyncio_mode=True,
+                config=config,
+                executor_class=executor_class,
+                log_stats=self.log_stats,
+            )
         self._finalizer = weakref.finalize(
             self, close_engine, self.engine_core, self.output_processor
         )

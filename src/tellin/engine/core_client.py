@@ -143,7 +143,9 @@ class InprocClient:
 
     def get_output(self, timeout: float | None = None) -> EngineCoreOutputs:
         """Run one step of the core; ``timeout`` has no meaning here, a step always ends."""
-        outputs, _ = self.engine_core.step()
+        core = self.engine_core
+        outputs, executed = core.step()
+        core.post_step(executed)
         return (outputs and outputs.get(0)) or EngineCoreOutputs()
 
     def add_request(self, request: EngineCoreRequest) -> None:

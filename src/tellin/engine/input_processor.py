@@ -17,6 +17,7 @@ from typing import Any
 from tellin.checks import check_float, check_int
 from tellin.config import EngineConfig
 from tellin.engine.control_checks import check_lora_request, check_trace_headers
+from tellin.engine.core_requests import prompt_of
 from tellin.engine.mm_inputs import holds_images
 from tellin.engine.param_checks import (
     check_contradictions,
@@ -175,28 +176,22 @@ class InputProcessor:
             )
         if request.external_req_id is not None:
             return request
-        if request.prompt_token_ids is not None:
-            ids = list(request.prompt_token_ids)
-            prompt = RenderedPrompt(type="token", prompt_token_ids=ids)
-        elif request.prompt_embeds is not None:
-            prompt = RenderedPrompt(type="embeds", prompt_embeds=request.prompt_embeds)
-        else:
-            raise InvalidParameterError(
-                "the request has neither prompt_token_ids nor prompt_embeds", parameter="prompt"
-            )
         checked = self.process_inputs(
             request.request_id,
-            prompt,
+            prompt_of(request),
             request.params,
             supported_tasks,
+            arrival_time=request.arrival_time,
             lora_request=request.lora_request,
+            trace_headers=request.trace_headers,
             priority=request.priority,
             data_parallel_rank=request.data_parallel_rank,
+            reasoning_ended=request.reasoning_ended,
         )
-        request.prompt_token_ids = checked.prompt_token_ids
-        request.prompt_embeds = checked.prompt_embeds
-        request.sampling_params = checked.sampling_params
-        request.pooling_params = checked.pooling_params
+        checked.mm_features = request.mm_features  # the core checks them
+        checked.abort_immediately = request.abort_immediately
+        for name in request.__struct_fields__:  # in place: the caller's object counts as used
+            setattr(request, name, getattr(checked, name))
         return request
 
     def render(

@@ -25,7 +25,7 @@ from tellin.engine.renderer import ChatTokenizer, Renderer
 from tellin.engine.request_handle import RequestHandle
 from tellin.engine.stat_loggers import StatLoggerFactory, StatLoggerManager
 from tellin.engine.stats import idle_scheduler_stats
-from tellin.engine.teardown import close_engine, finalize_driver_model, get_executor
+from tellin.engine.teardown import close_engine, close_on_error, finalize_driver_model, get_executor
 from tellin.engine.tracing import make_tracer
 from tellin.exceptions import (
     DuplicateRequestError,
@@ -94,13 +94,14 @@ class LLMEngine:
             stream_interval=config.scheduler_config.stream_interval,
             on_finished=make_tracer(config),
         )
-        self.engine_core: SyncCoreClient = EngineCoreClient.make_client(
-            multiprocess_mode=multiprocess_mode,
-            asyncio_mode=False,
-            config=config,
-            executor_class=executor_class,
-            log_stats=log_stats,
-        )
+        with close_on_error(self.output_processor.close, self.renderer.shutdown):
+            self.engine_core: SyncCoreClient = EngineCoreClient.make_client(
+                multiprocess_mode=multiprocess_mode,
+                asyncio_mode=False,
+                config=config,
+                executor_class=executor_class,
+                log_stats=log_stats,
+            )
         parts = (self.engine_core, self.output_processor, dp_group)
         self._finalizer = weakref.finalize(self, close_engine, *parts)
         try:
@@ -347,7 +348,7 @@ class LLMEngine:
         if check_level(level) >= 1:
             self.renderer.clear_mm_cache()
         self.engine_core.call_utility("sleep", level, mode)
-        self.sleep_level = level
+        self.sleep_level = level = max(level, self.sleep_level or 0)  # nothing came back
         if self.logger_manager is not None:
             self.logger_manager.record_sleep_state(True, level)
 

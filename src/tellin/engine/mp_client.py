@@ -203,9 +203,9 @@ class MPClient:
         # requests may wait is limited where they are admitted (`max_num_queued_reqs`).
         resources.input_socket.setsockopt(zmq.SNDHWM, 0)
         resources.input_socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        resources.input_socket.bind(input_address)
         output_socket = resources.context.socket(zmq.PULL)
-        output_socket.bind(output_address)
+        _bind(resources.input_socket, input_address)
+        _bind(output_socket, output_address)
         resources.output_thread = threading.Thread(
             target=_receive_outputs,
             args=(resources, output_socket, config.settings.allow_insecure_serialization),
@@ -330,6 +330,16 @@ class MPClient:
         if timeout is not None:
             self._resources.timeout_s = timeout
         self._finalizer()
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as error:
+        raise EngineStartError(
+            f"no socket can be made for the engine core: {error}; name an existing folder with a "
+            "short path in TELLIN_RPC_BASE_PATH"
+        ) from error
 
 
 def _exit_callback(resources: _Resources) -> Callable[[int], None]:

@@ -5,7 +5,9 @@ Nothing here may refer to the engine, or it would never be collected.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tellin.engine.core_client import CoreClient
@@ -23,6 +25,17 @@ def close_engine(
     output_processor.close()
     if dp_group is not None:
         dp_group.close()
+
+
+@contextlib.contextmanager
+def close_on_error(*closers: Callable[[], None]) -> Iterator[None]:
+    """Close what was started before if the core cannot start."""
+    try:
+        yield
+    except BaseException:
+        for close in closers:
+            close()
+        raise
 
 
 def get_executor(client: CoreClient) -> Any | None:

@@ -45,9 +45,10 @@ class _CoreThread:
         try:
             self.loop.run()
             error: Exception = EngineClosedError("the engine has been shut down")
-        except Exception as failure:
+        except BaseException as failure:  # SystemExit too, of a callable that was to run there
             logger.exception("the engine core died")
-            error = EngineDeadError(str(failure))
+            is_plain = isinstance(failure, Exception) and str(failure)
+            error = EngineDeadError(str(failure) if is_plain else repr(failure))
         self.dead = error
         for future in list(self.pending.values()):
             if not future.done():
