@@ -16,7 +16,7 @@ from tellin.sampling_params import SamplingParams
 
 SHAPE = ModelShape(768, 2048, 8, 12, 4, 4096)
 """About 60 MB of weights: small, but more than an allocator keeps for itself."""
-NUM_BLOCKS = 600
+NUM_BLOCKS = 300
 POOL_BYTES = NUM_BLOCKS * 16 * 8 * 2 * 4 * 64 * 2  # blocks, tokens, layers, k and v, heads, f16
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
 
@@ -40,7 +40,7 @@ def test_5_9_levels_1_and_2_give_memory_back_and_wake_equal(
 
         def result() -> object:
             # touches most of the pool, so that there is something to give back
-            filling = [{"prompt_token_ids": [3 + i] * 440} for i in range(20)]
+            filling = [{"prompt_token_ids": [3 + i] * 440} for i in range(10)]
             llm.generate(filling, SamplingParams(max_tokens=1))
             output = llm.generate({"prompt_token_ids": [5, 6, 7, 8]}, GREEDY)[0].outputs[0]
             return output.token_ids, output.logprobs
