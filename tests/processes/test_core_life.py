@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
@@ -9,6 +10,7 @@ import pytest
 
 import tellin
 from tellin.core.core_proc import engine_identity
+from tellin.engine.async_llm import AsyncLLM
 from tellin.engine.llm_engine import LLMEngine
 from tellin.engine.mp_client import SyncMPClient
 from tellin.exceptions import EngineDeadError, EngineStartError, InvalidTypeError
@@ -77,3 +79,26 @@ def test_eng_84_callables_travel_only_when_that_was_allowed(make_args: MakeArgs)
             with pytest.raises(InvalidTypeError, match="TELLIN_ALLOW_INSECURE_SERIALIZATION=1"):
                 call(repr)
         assert engine.is_sleeping() is False
+
+
+def test_eng_60_levels_of_an_async_engine(
+    make_args: MakeArgs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `LLMEngine`: after levels 2 and 1 the weights are still away, and loggers hear so."""
+    levels: list[int] = []
+
+    async def naps() -> None:
+        async with AsyncLLM.from_engine_args(make_args(disable_log_stats=False)) as engine:
+            assert engine.logger_manager is not None
+            monkeypatch.setattr(
+                engine.logger_manager, "record_sleep_state", lambda _, level: levels.append(level)
+            )
+            for level in (1, 2, 1):
+                await engine.sleep(level)
+            await engine.wake_up(["weights"])
+            await engine.wake_up()
+            await engine.sleep(1)
+            await engine.wake_up()
+
+    asyncio.run(naps())
+    assert levels == [1, 2, 2, 0, 1, 0]

@@ -31,6 +31,7 @@ class AsyncControls:
     logger_manager: StatLoggerManager | None
     _handler: OutputHandler
     _is_paused: bool
+    _sleep_level: int
 
     # ------------------------------------------------------------------ control
 
@@ -67,14 +68,16 @@ class AsyncControls:
         if check_level(level) >= 1:
             self.renderer.clear_mm_cache()
         await self._pause("sleep", level, mode)
+        self._sleep_level = max(level, self._sleep_level)  # a lighter one gives nothing back
         if self.logger_manager is not None:
-            self.logger_manager.record_sleep_state(True, level)
+            self.logger_manager.record_sleep_state(True, self._sleep_level)
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """As `LLMEngine.wake_up`."""
         await self.engine_core.call_utility_async("wake_up", tags)
         sleeping = await self.is_sleeping()
         self._is_paused = sleeping
+        self._sleep_level = self._sleep_level if sleeping else 0
         self._handler.touch()
         if self.logger_manager is not None and not sleeping:
             self.logger_manager.record_sleep_state(False, 0)

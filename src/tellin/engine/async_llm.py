@@ -135,6 +135,7 @@ class AsyncLLM(AsyncControls):
         )
         self._supported_tasks = tuple(self.engine_core.ready.supported_tasks)
         self._is_paused = False
+        self._sleep_level = 0
         self._is_closed = False
 
     @classmethod
