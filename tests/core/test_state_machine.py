@@ -229,7 +229,7 @@ TestEngine = EngineMachine.TestCase
 
 @pytest.mark.slow
 def test_engine_for_long() -> None:
-    """The same machine, 2,000 runs of up to 60 steps."""
+    """The same machine, 1,000 runs of up to 60 steps."""
     run_state_machine_as_test(
-        EngineMachine, settings=settings(SETTINGS, max_examples=2000, stateful_step_count=60)
+        EngineMachine, settings=settings(SETTINGS, max_examples=1000, stateful_step_count=60)
     )

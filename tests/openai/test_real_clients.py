@@ -86,7 +86,7 @@ def test_schemathesis_finds_no_server_error(serve: Serve, python: Path) -> None:
     with serve(*keys) as server:
         options = ["--checks", "not_a_server_error", "--phases", SCHEMATHESIS_PHASES]
         limits = ["--request-timeout", "60", "--max-failures", "5", "--seed", "1"]
-        limits += ["--max-examples", "20", "--max-time", "180"]
+        limits += ["--max-examples", "10", "--max-time", "80"]
         # Asleep or ending, the server rightly answers 503.
         without = ["--exclude-path-regex", "^/(sleep|ready|start_profile)$"]
         header = ["--header", "Authorization: Bearer boss"]
