@@ -94,3 +94,19 @@ def test_files_that_cannot_be_read_are_load_errors(tmp_path: Path) -> None:
     (tmp_path / "merges.txt").write_bytes(b"\xff\xfe h")
     with pytest.raises(LoadError, match=r"merges\.txt: is not UTF-8"):
         load_tokenizer(tmp_path)
+
+
+def test_tokens_that_somebody_added(tmp_path: Path) -> None:
+    """Their ids follow the vocabulary's; those that the configuration names are special."""
+    size = 257 + len(MERGES)
+    write_bpe_files(tmp_path, {"additional_special_tokens": ["<|call|>"]}, "gpt2")
+    added = {"<|call|>": size + 1, "<sea>": size}
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("a<sea><|call|>b")
+    assert ids == [*tokenizer.encode("a"), size, size + 1, *tokenizer.encode("b")]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<sea>b"
+    for damaged in ({"<sea>": size + 1}, {"<sea>": 3}, {"x": size, "y": size}):
+        (tmp_path / "added_tokens.json").write_text(json.dumps(damaged))
+        with pytest.raises(ModelLoadError, match=rf"has the ids .*, from {size} on"):
+            load_tokenizer(tmp_path)

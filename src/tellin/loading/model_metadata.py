@@ -24,6 +24,7 @@ from tellin.loading.templates import templates_from_folder, templates_from_gguf
 from tellin.loading.tensors import ModelHParams
 from tellin.loading.tokenizer_files import (
     has_bpe_files,
+    read_added_tokens,
     read_vocab,
     token_text,
     tokenizer_config_of,
@@ -222,6 +223,7 @@ class _TokenInventory:
     def read(cls, folder: Path) -> _TokenInventory:
         if has_bpe_files(folder):
             ids = read_vocab(folder)
+            ids |= read_added_tokens(folder, ids)
             return cls(max(ids.values()) + 1, ids)
         path = folder / "tokenizer.json"
         if not is_file(path):

@@ -9,6 +9,7 @@ Source: Radford et al. 2019 (GPT-2), section 2.2; the documented defaults of tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 VOCAB_NAME, MERGES_NAME = "vocab.json", "merges.txt"
+ADDED_NAME = "added_tokens.json"
+"""Beside them, where somebody has added tokens: their ids go on behind the vocabulary's."""
 _CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
 _MODEL_TYPES = ("gpt2", "opt")
 """Models whose folders need not name the class."""
@@ -49,6 +52,28 @@ def read_vocab(folder: Path) -> dict[str, int]:
             f"from 0 to {MAX_SIZE - 1}"
         )
     return vocab
+
+
+def read_added_tokens(folder: Path, vocab: Mapping[str, int]) -> dict[str, int]:
+    """Ids of the tokens that were added to ``vocab``, ascending.
+
+    Raises:
+        ModelLoadError: the file is damaged, or ids do not follow those of the vocabulary.
+    """
+    values = read_optional_json_object(folder / ADDED_NAME)
+    if values is None:
+        return {}
+    ids = {token: values.get_int(token) for token in values}
+    others = [item for item in ids.items() if vocab.get(item[0]) != item[1]]
+    added = dict(sorted(others, key=lambda item: item[1]))
+    first = max(vocab.values()) + 1
+    follow = list(added.values()) == list(range(first, first + len(added)))
+    if not follow or not added.keys().isdisjoint(vocab):
+        raise ModelLoadError(
+            f"{values.path}: has the ids {list(added.values())[:8]}; added tokens follow the "
+            f"vocabulary, from {first} on"
+        )
+    return added
 
 
 def tokenizer_config_of(folder: Path) -> TypedMapping:
@@ -102,10 +127,17 @@ def _from_bpe_files(folder: Path, config: TypedMapping) -> Tokenizer:
     except Exception as error:
         # The library raises plain Exception when a merge's parts or result are no tokens.
         raise ModelLoadError(f"{folder / MERGES_NAME}: does not fit: {error}") from None
+    special = _special_tokens(config)
+    texts = set(special.values())
+    backend.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=text in texts)
+            for text in read_added_tokens(folder, vocab)
+        ]
+    )
     has_prefix = config.get_bool("add_prefix_space", False)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=has_prefix)
     backend.decoder = decoders.ByteLevel()
-    special = _special_tokens(config)
     backend.add_special_tokens(
         [AddedToken(text, normalized=False) for text in special.values() if text in vocab]
     )

@@ -184,7 +184,10 @@ class VisionSource:
 
     def _need(self, tensors: Mapping[str, TensorRef], name: str) -> TensorRef:
         if name not in tensors:
-            raise ModelLoadError(f"{self.path}: the image encoder's tensor {name!r} is missing")
+            raise ModelLoadError(
+                f"{self.path}: the image encoder's tensor {name!r} is missing; "
+                "limit_mm_per_prompt={'image': 0} runs the text model"
+            )
         return tensors[name]
 
 

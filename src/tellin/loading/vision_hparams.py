@@ -124,8 +124,6 @@ def vision_hparams(config: TypedMapping, text: ModelHParams) -> VisionHParams | 
     else:
         hparams = _llava(config, vision, text)
     check_hparams(config.path, hparams.tower, vision)
-    if hparams.table_side % hparams.group_side and model_type == "llava":
-        raise ModelLoadError(f"{config.path}: patches do not form whole groups")
     for token_id in (hparams.image_token_id, hparams.begin_token_id or 0):
         if not 0 <= token_id < text.vocab_size:
             raise ModelLoadError(
