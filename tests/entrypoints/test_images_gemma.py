@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from tellin import LLM, SamplingParams
+from tellin.config import EngineArgs
+from tellin.engine.arg_utils import DEFAULT_MAX_NUM_BATCHED_TOKENS, create_engine_config
 from tellin.exceptions import InvalidParameterError, ModelLoadError, UnsupportedModelError
 from tellin.kernels.batch import StepBatch
 from tellin.kernels.native import NativeBackend
@@ -194,6 +196,17 @@ def test_a_budget_too_small_for_an_image(gemma: Path) -> None:
         LLM(str(gemma), **options)
     with LLM(str(gemma), **options, limit_mm_per_prompt={"image": 0}) as made:
         assert made.generate("text", SamplingParams(max_tokens=1))
+
+
+def test_a_budget_that_nobody_named_holds_an_image_beside_drafts(gemma: Path) -> None:
+    """128 requests with 24 drafts each are more than the default, which then is what is needed."""
+    drafts = {"method": "suffix", "num_speculative_tokens": 24}
+    args = EngineArgs(model=str(gemma), max_model_len=384, speculative_config=drafts)
+    config = create_engine_config(args)
+    assert config.scheduler_config.max_num_batched_tokens == ROWS + 127 * 25
+    assert config.multimodal_config is not None
+    plain = create_engine_config(EngineArgs(model=str(gemma), max_model_len=384))
+    assert plain.scheduler_config.max_num_batched_tokens == DEFAULT_MAX_NUM_BATCHED_TOKENS
 
 
 # ---- prompts ---------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from tellin.engine.arg_checks import (
     check_logits_processors,
     check_prompt_embeds,
 )
-from tellin.engine.mm_config import multimodal_config
+from tellin.engine.mm_config import multimodal_config, with_room_for_parts
 from tellin.engine.nested_configs import (
     check_choice,
     config_from_dict,
@@ -95,10 +95,11 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
     speculation = speculative_config(args.speculative_config, str(args.model), path)
     looks_up_inputs = metadata.hparams.per_layer_input_size > 0
     check_prompt_embeds(args.enable_prompt_embeds, model_config, speculation, looks_up_inputs)
+    multimodal = multimodal_config(args, model_config, scheduler_config, speculation)
     return EngineConfig(
         model_config=model_config,
         cache_config=cache_config,
-        scheduler_config=scheduler_config,
+        scheduler_config=with_room_for_parts(scheduler_config, multimodal, speculation),
         parallel_config=_parallel_config(args, settings),
         settings=settings,
         observability_config=ObservabilityConfig(
@@ -111,7 +112,7 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
         speculative_config=speculation,
         shutdown_timeout_s=check_float("shutdown_timeout_s", args.shutdown_timeout_s, 0, 1e6),
         reasoning_config=reasoning_config(args.reasoning_config, path, model_config),
-        multimodal_config=multimodal_config(args, model_config, scheduler_config, speculation),
+        multimodal_config=multimodal,
     )
 
 

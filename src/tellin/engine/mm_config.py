@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ def multimodal_config(
             "speculative_config.method='draft_model' does not go with images, which the draft "
             "model cannot see; use 'ngram' or 'suffix', or set limit_mm_per_prompt={'image': 0}"
         )
-    if processor.rows_see_each_other and scheduler.enable_chunked_prefill:
+    stay_whole = processor.rows_see_each_other and scheduler.enable_chunked_prefill
+    if stay_whole and args.max_num_batched_tokens is not None:
         _check_whole_parts(processor.tokens_per_tile, scheduler, speculation)
     most = processor.max_tokens_per_image
     return MultiModalConfig(
@@ -67,12 +69,31 @@ def multimodal_config(
     )
 
 
+def with_room_for_parts(
+    scheduler: SchedulerConfig,
+    multimodal: MultiModalConfig | None,
+    speculation: SpeculativeConfig | None,
+) -> SchedulerConfig:
+    """A budget of tokens that nobody named, raised to what an image that stays whole needs."""
+    if multimodal is None or not multimodal.rows_see_each_other:
+        return scheduler
+    num_rows = multimodal.max_rows_per_step or 0
+    least = num_rows + _most_that_decode(scheduler, speculation)
+    budget = max(scheduler.max_num_batched_tokens, least)
+    return dataclasses.replace(scheduler, max_num_batched_tokens=budget)
+
+
+def _most_that_decode(scheduler: SchedulerConfig, speculation: SpeculativeConfig | None) -> int:
+    """Tokens of a step that the requests beside one may need."""
+    num_drafts = 0 if speculation is None else speculation.num_speculative_tokens
+    return (scheduler.max_num_seqs - 1) * (1 + num_drafts)
+
+
 def _check_whole_parts(
     num_rows: int, scheduler: SchedulerConfig, speculation: SpeculativeConfig | None
 ) -> None:
     """Refuse a budget that would let an image wait for as long as others decode."""
-    num_drafts = 0 if speculation is None else speculation.num_speculative_tokens
-    num_others = (scheduler.max_num_seqs - 1) * (1 + num_drafts)
+    num_others = _most_that_decode(scheduler, speculation)
     budget = scheduler.max_num_batched_tokens
     if budget < num_rows + num_others:
         raise InvalidParameterError(
