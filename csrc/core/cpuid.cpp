@@ -49,9 +49,10 @@ CpuFeatures find_features() {
   [[maybe_unused]] const bool tiles = bit(d, 24) && bit(d, 25) && (xcr0 & 0x60000) == 0x60000;
   features.avx512 = features.avx2 && (xcr0 & 0xe6) == 0xe6 && avx512;
 #ifdef TELLIN_EMULATE_TILES
-  features.amx = features.avx512;
+  features.amx = features.amx_bf16 = features.avx512;
 #else
   features.amx = features.avx512 && tiles;
+  features.amx_bf16 = features.amx && bit(d, 22);
 #endif
   if (max_subleaf >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d))
     features.avxvnni = features.avx2 && bit(a, 4);

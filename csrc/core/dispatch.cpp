@@ -7,8 +7,9 @@ namespace tellin {
 namespace {
 
 struct Variants {
-  LinearKernels tables[6];  // best first
-  int count = 0;
+  LinearKernels tables[7];  // best first, then those that are used only if they are asked for
+  int count = 0;            // of the former
+  int total = 0;
 
   void add(const LinearKernels* isa_table) {
     LinearKernels table = *isa_table;
@@ -18,7 +19,7 @@ struct Variants {
     if (table.quantized_row_bytes == nullptr) table.quantized_row_bytes = quantized_row_bytes;
     table.dequantize_row = dequantize_row;
     if (table.pad_row == nullptr) table.pad_row = pad_row;
-    tables[count++] = table;
+    tables[total++] = table;
   }
 
   Variants() {
@@ -39,6 +40,10 @@ struct Variants {
     if (features.neon) add(neon_linear_table());
 #endif
     add(portable_linear_table());
+    count = total;
+#ifdef TELLIN_HAVE_AMX
+    if (features.amx_bf16) add(amx_bf16_linear_table());
+#endif
   }
 };
 
@@ -51,10 +56,10 @@ const Variants& variants() {
 
 const LinearKernels* linear_kernels(const char* isa) {
   const Variants& all = variants();
-  for (int i = 0; i < all.count; ++i) {
+  for (int i = 0; i < (isa == nullptr ? all.count : all.total); ++i) {
     const LinearKernels& table = all.tables[i];
     if (isa != nullptr && std::strcmp(table.isa, isa) != 0) continue;
-    if (std::strcmp(table.isa, "amx") != 0 || may_use_tiles()) return &table;
+    if (std::strncmp(table.isa, "amx", 3) != 0 || may_use_tiles()) return &table;
   }
   return nullptr;
 }

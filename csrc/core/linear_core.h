@@ -18,15 +18,17 @@ const LinearKernels* avx2_linear_table();
 const LinearKernels* avxvnni_linear_table();
 const LinearKernels* avx512_linear_table();
 const LinearKernels* amx_linear_table();
+const LinearKernels* amx_bf16_linear_table();
 const LinearKernels* neon_linear_table();
 
 // What this processor has and its operating system saves.
 struct CpuFeatures {
-  bool avx2;     // AVX2, FMA, F16C, BMI2
-  bool avxvnni;  // avx2 and AVX-VNNI
-  bool avx512;   // F, BW, VL, DQ, VNNI
-  bool amx;      // avx512 and tiles of 8-bit integers
-  bool neon;     // Advanced SIMD with dot products
+  bool avx2;      // AVX2, FMA, F16C, BMI2
+  bool avxvnni;   // avx2 and AVX-VNNI
+  bool avx512;    // F, BW, VL, DQ, VNNI
+  bool amx;       // avx512 and tiles of 8-bit integers
+  bool amx_bf16;  // amx and tiles of bfloat16
+  bool neon;      // Advanced SIMD with dot products
 };
 const CpuFeatures& cpu_features();
 

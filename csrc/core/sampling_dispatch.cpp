@@ -32,7 +32,7 @@ bool can_run(const SamplingKernels& table) {
 const SamplingKernels* sampling_kernels(const char* isa) {
   // AVX-VNNI differs from AVX2, and AMX from AVX-512, in the linear kernels only.
   if (isa != nullptr && std::strcmp(isa, "avxvnni") == 0) isa = "avx2";
-  if (isa != nullptr && std::strcmp(isa, "amx") == 0) isa = "avx512";
+  if (isa != nullptr && std::strncmp(isa, "amx", 3) == 0) isa = "avx512";
   // Best first.
   static const SamplingKernels* const kTables[] = {
 #ifdef TELLIN_HAVE_AVX512

@@ -39,6 +39,7 @@ constexpr Variant kVariants[] = {
 #endif
 #ifdef TELLIN_HAVE_AMX  // differs in the linear kernels only
     {"amx", vector_table_avx512, attention_table_avx512, recurrent_table_avx512},
+    {"amx-bf16", vector_table_avx512, attention_table_avx512, recurrent_table_avx512},
 #endif
 #ifdef TELLIN_HAVE_NEON
     {"neon", vector_table_neon, attention_table_neon, recurrent_table_neon},

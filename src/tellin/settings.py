@@ -22,7 +22,7 @@ class Settings:
     home: Path
     """TELLIN_HOME: folder of pulled models (default: the user's cache folder + ``tellin``)."""
     isa: str | None = None
-    """TELLIN_ISA: force a kernel variant: portable, avx2, avxvnni, avx512, amx or neon."""
+    """TELLIN_ISA: a kernel variant: portable, avx2, avxvnni, avx512, amx, amx-bf16 or neon."""
     num_threads: int | None = None
     """TELLIN_NUM_THREADS: size of the kernel thread team."""
     enable_multiprocessing: bool = False

@@ -373,7 +373,7 @@ def test_hostile_arguments_raise(name: str) -> None:
     [
         (
             {"isa": "sse9"},
-            "isa is .sse9.; choose one of portable, avx2, avxvnni, avx512, amx, neon",
+            "isa is .sse9.; choose one of portable, avx2, avxvnni, avx512, amx, amx-bf16, neon",
         ),
         ({"num_threads": 0}, "num_threads"),
         ({"num_threads": 5000}, "num_threads"),

@@ -88,10 +88,11 @@ struct LinearKernels {
 };
 
 // Table of the best variant this machine runs (isa == nullptr), or of the one named: "amx", "avx512",
-// "avxvnni", "avx2", "neon" or "portable" (nullptr if it is unknown or cannot run here).
+// "avxvnni", "avx2", "neon" or "portable" (nullptr if it is unknown or cannot run here). "amx-bf16" is never
+// the best: weights and activations are bfloat16 there where others have 8-bit activations.
 const LinearKernels* linear_kernels(const char* isa);
 
-// The variants this machine runs, best first.
+// The variants this machine runs that may be the best, best first.
 int num_linear_variants();
 const LinearKernels* linear_variant(int index);
 

@@ -1,5 +1,7 @@
-// AMX: the tile instructions. A tile has up to 16 rows of 64 bytes; a product adds
-// sum over k of a[m][k] * b[k / 4][4 * n + k % 4], signed bytes, to c[m][n].
+// AMX: the tile instructions. A tile has up to 16 rows of 64 bytes; a product of signed bytes adds
+// sum over k of a[m][k] * b[k / 4][4 * n + k % 4] to c[m][n]. One of bfloat16 adds the sum of two float32
+// sums to it, each begun with zero: of a[m][2 * k] * b[k][2 * n], and of a[m][2 * k + 1] * b[k][2 * n + 1], k
+// ascending, every step rounded once (Intel SDM volume 2, TDPBF16PS; seen to be so on a Xeon).
 //
 // Inline assembly, not the compiler's intrinsics: those of GCC 12 do not say that loads read memory.
 // With TELLIN_EMULATE_TILES (sanitizer builds) plain code does what the instructions do, on any processor,
@@ -88,6 +90,33 @@ inline void add_tile_product() {
   }
 }
 
+inline float bf16_value(uint16_t bits) {
+  const uint32_t word = static_cast<uint32_t>(bits) << 16;
+  float value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+template <int kC, int kA, int kB>
+inline void add_bf16_product() {
+  EmulatedTiles& t = emulated_tiles();
+  for (int m = 0; m < t.config.rows[kC]; ++m) {
+    const auto* a = reinterpret_cast<const uint16_t*>(t.values[kA][m]);
+    for (int n = 0; n < t.config.row_bytes[kC] / 4; ++n) {
+      float sums[2] = {};
+      for (int k = 0; k < t.config.row_bytes[kA] / 2; ++k) {
+        const auto* b = reinterpret_cast<const uint16_t*>(t.values[kB][k / 2]);
+        // The product of two bfloat16 is a float32, exactly.
+        sums[k % 2] += bf16_value(a[k]) * bf16_value(b[2 * n + k % 2]);
+      }
+      float c;
+      std::memcpy(&c, &t.values[kC][m][n], sizeof c);
+      c += sums[0] + sums[1];
+      std::memcpy(&t.values[kC][m][n], &c, sizeof c);
+    }
+  }
+}
+
 #else
 
 TELLIN_TILE_INLINE void configure_tiles(const TileConfig& config) {
@@ -117,6 +146,11 @@ TELLIN_TILE_INLINE void zero_tile() {
 template <int kC, int kA, int kB>
 TELLIN_TILE_INLINE void add_tile_product() {
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+template <int kC, int kA, int kB>
+TELLIN_TILE_INLINE void add_bf16_product() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
 #endif

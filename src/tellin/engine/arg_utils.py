@@ -96,10 +96,12 @@ def create_engine_config(args: EngineArgs, settings: Settings | None = None) -> 
     looks_up_inputs = metadata.hparams.per_layer_input_size > 0
     check_prompt_embeds(args.enable_prompt_embeds, model_config, speculation, looks_up_inputs)
     multimodal = multimodal_config(args, model_config, scheduler_config, speculation)
+    if args.max_num_batched_tokens is None:
+        scheduler_config = with_room_for_parts(scheduler_config, multimodal, speculation)
     return EngineConfig(
         model_config=model_config,
         cache_config=cache_config,
-        scheduler_config=with_room_for_parts(scheduler_config, multimodal, speculation),
+        scheduler_config=scheduler_config,
         parallel_config=_parallel_config(args, settings),
         settings=settings,
         observability_config=ObservabilityConfig(

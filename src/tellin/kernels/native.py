@@ -37,7 +37,7 @@ _KV_DTYPES = {
     "int16": "int16",
     "int8": "int8",
 }
-_ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx", "neon")
+_ISAS = ("portable", "avx2", "avxvnni", "avx512", "amx", "amx-bf16", "neon")
 
 
 def resolve_activation_precision(name: str) -> str:
@@ -64,8 +64,8 @@ class NativeBackend:
     Args:
         plan: what to compute. Embedding tables are read from its tensors during steps.
         num_threads: size of the kernel team; None = `default_num_threads`.
-        isa: kernel variant (amx, avx512, avxvnni, avx2, neon, portable); None = the best that this
-            machine runs.
+        isa: kernel variant (amx, avx512, avxvnni, avx2, neon, portable; amx-bf16, whose quantised
+            weights and their inputs are bfloat16); None = the best that this machine runs.
         activation_precision: of quantised weights' inputs: ``int8``, ``mixed``, ``int16`` (15
             bits), ``float32``, ``high`` or ``default`` (see `resolve_activation_precision`).
         kv_cache_dtype: ``auto`` (float16), ``float16``, ``float32``, ``int8`` or ``int16``, codes
